@@ -1,0 +1,111 @@
+"""The test checkpoints are what they claim to be: real processors, pictures that matter, stock loading."""
+
+import functools
+import warnings
+
+import checkpoints
+import pytest
+import torch
+
+ALL = [*checkpoints.FAMILIES, *checkpoints.GENERIC]
+SIZES = [(64, 48), (80, 60), (64, 48), (96, 72), (40, 30)]  # one shape: PerceptionLM cannot batch others
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def loaded(family):
+    return checkpoints.load(checkpoints.cached(family))
+
+
+def turn(count):
+    parts = ["Compare"]
+    for seed, size in enumerate(SIZES[:count]):
+        parts += [checkpoints.picture(seed, size), f"with picture {seed}: 12 cats, a Straße."]
+    return parts
+
+
+def rows_of(model, inputs):
+    """How many embedding rows the checkpoint's tower makes of these pictures."""
+    taken = {name: value for name, value in inputs.items() if name not in {"input_ids", "attention_mask"}}
+    taken = {name: value for name, value in taken.items() if "token_type_ids" not in name}
+    features = model.model.get_image_features(**taken, return_dict=True).pooler_output
+    parts = [features] if torch.is_tensor(features) else features
+    return sum(part.reshape(-1, part.shape[-1]).shape[0] for part in parts)
+
+
+@pytest.mark.parametrize("family", ALL)
+@torch.inference_mode()
+def test_requests_run_and_placeholders_match_the_rows(family):
+    """0, 1, 2 and 5 pictures between texts: the model runs, and each placeholder has one row."""
+    model, processor = loaded(family)
+    for count in (0, 1, 2, 5):
+        inputs = checkpoints.inputs_for(processor, turn(count))
+        logits = model(**inputs).logits
+        assert torch.isfinite(logits).all()
+        assert 1 < logits.abs().max() < 8
+        placeholders = int((inputs["input_ids"] == model.config.image_token_id).sum())
+        assert placeholders == (rows_of(model, inputs) if count else 0)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_pictures_change_the_answer(family):
+    assert checkpoints.picture_effect(checkpoints.cached(family)) > 0.05
+
+
+@pytest.mark.parametrize("family", ALL)
+@torch.inference_mode()
+def test_generation_goes_on(family):
+    """Sixteen greedy tokens neither stop early nor repeat one token."""
+    model, processor = loaded(family)
+    inputs = checkpoints.inputs_for(processor, turn(1))
+    with checkpoints.quiet():
+        tokens = model.generate(**inputs, max_new_tokens=16)[0, inputs["input_ids"].shape[1] :]
+    assert len(tokens) == 16
+    assert len(set(tokens.tolist())) >= 4
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_the_folder_is_plain_small_and_reproducible(family, tmp_path):
+    """Only safetensors, JSON and a template; rebuilt byte for byte; under 3 MB."""
+    cached = {file.name: file.read_bytes() for file in checkpoints.cached(family).iterdir()}
+    rebuilt = {file.name: file.read_bytes() for file in checkpoints.build(family, tmp_path).iterdir()}
+    assert {name.rsplit(".", 1)[-1] for name in cached} <= {"safetensors", "json", "jinja"}
+    assert sum(map(len, cached.values())) < 3_000_000
+    assert cached == rebuilt
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_a_string_and_its_typed_part_render_alike(family):
+    _, processor = loaded(family)
+    if processor.chat_template is None:
+        pytest.skip("no template, as published")
+    typed = [{"role": "user", "content": [{"type": "text", "text": "Hello there"}]}]
+    plain = [{"role": "user", "content": "Hello there"}]
+    assert processor.apply_chat_template(typed) == processor.apply_chat_template(plain)
+    assert "Hello there" in processor.apply_chat_template(plain, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_loading_raises_no_warning(family):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoints.load(checkpoints.cached(family))
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_text_survives_the_tokenizer(family):
+    """Placeholders are single special tokens; text with spaces, digits and rare characters comes back."""
+    model, processor = loaded(family)
+    tokenizer = processor.tokenizer
+    text = "A  cat, 1234 Straßen\nand 猫 😀"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids).strip() == text
+    assert tokenizer.convert_ids_to_tokens(model.config.image_token_id) in tokenizer.all_special_tokens
+    assert max(ids) < len(tokenizer) <= model.config.get_text_config().vocab_size
