@@ -1,0 +1,81 @@
+"""Settings, frozen; a contradiction is a ValueError when it is written, not when it bites."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+def _check_positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value <= 0:
+            raise ValueError(f"{type(owner).__name__}.{name} must be positive, got {value!r}")
+
+
+@dataclass(frozen=True)
+class MediaLimits:
+    """What media intake accepts.
+
+    Attributes:
+        max_pixels: most pixels in one picture, checked from its header before any decode.
+        max_side: longest side in pixels.
+        max_bytes: most encoded bytes of one picture, from a file, memory or the network.
+        max_frames: most frames or pages in one file (only the first is used).
+        background: RGB colour under transparent pixels.
+        allowed_roots: folders that files may come from; None allows any regular file.
+        allow_urls: whether http(s) URLs are fetched at all.
+        allowed_hosts: host names that URLs may name (also after a redirect); "*.example.org" covers subdomains.
+        url_timeout: seconds for one fetch, redirects included.
+        url_rate: fetches per second and host.
+        max_redirects: redirects followed per fetch, each checked like the first URL.
+    """
+
+    max_pixels: int = 64_000_000
+    max_side: int = 32_768
+    max_bytes: int = 64 * 2**20
+    max_frames: int = 1_000
+    background: tuple[int, int, int] = (255, 255, 255)
+    allowed_roots: tuple[Path, ...] | None = None
+    allow_urls: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    url_timeout: float = 10.0
+    url_rate: float = 8.0
+    max_redirects: int = 3
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "max_pixels", "max_side", "max_bytes", "max_frames", "url_timeout", "url_rate")
+        if self.max_redirects < 0:
+            raise ValueError(f"MediaLimits.max_redirects must not be negative, got {self.max_redirects!r}")
+        if len(self.background) != 3 or not all(0 <= c <= 255 for c in self.background):
+            raise ValueError(f"MediaLimits.background must be three values of 0..255, got {self.background!r}")
+        if self.allow_urls and not self.allowed_hosts:
+            raise ValueError("MediaLimits.allow_urls needs allowed_hosts: list the hosts that may be fetched from")
+        if self.allowed_hosts and not self.allow_urls:
+            raise ValueError("MediaLimits.allowed_hosts has no effect without allow_urls=True")
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """How the engine runs.
+
+    Attributes:
+        media: limits of media intake.
+        step_tokens: most tokens in one packed prefill step; a longer chunk still runs, alone.
+        vision_patches: most patches in one vision micro-batch; a larger picture still runs, alone.
+        intake_threads: host threads that decode, resize and tokenise.
+        max_waiting: requests admitted at once; further ones wait at the door.
+        max_tokens: most prompt tokens of one request; None takes the model's context.
+    """
+
+    media: MediaLimits = field(default_factory=MediaLimits)
+    step_tokens: int = 1024
+    vision_patches: int = 4096
+    intake_threads: int = 2
+    max_waiting: int = 256
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "step_tokens", "vision_patches", "intake_threads", "max_waiting")
+        if self.max_tokens is not None and self.max_tokens <= 0:
+            raise ValueError(f"PrefillConfig.max_tokens must be positive, got {self.max_tokens!r}")

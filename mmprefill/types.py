@@ -1,0 +1,169 @@
+"""The records that flow from intake to result.
+
+Shape legend, used in names and comments throughout:
+    T  tokens of one sequence            N  tokens of one packed step
+    D  hidden size of the decoder        P  rows of positions (1, or 3/4 under M-RoPE)
+    H  attention heads  G  K/V heads     W  width of one head        V  vocabulary
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from mmprefill.media import Picture
+
+_ids = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt that already went through a chat template: control and placeholder tokens in it are live."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt with its pictures, and what is wanted from it.
+
+    Exactly one of `prompt`, `messages` and `input_ids` is given.
+
+    Attributes:
+        prompt: a `str` is one user turn after `images`, and inert (a control token in it stays text);
+            `Rendered` is used as it stands, its placeholders taking `images` in order.
+        messages: chat messages, `{"role": ..., "content": str | [parts]}` with parts `{"type": "text", "text": ...}`,
+            `{"type": "image", "image": source}` and `{"type": "video", "video": [frame sources]}`.
+        input_ids: token ids with every placeholder already expanded.
+        images: picture sources, whatever `mmprefill.media.load_picture` takes.
+        videos: one list of frame sources per video.
+        id: names the request in errors and results; made up if not given.
+        hidden_states: layers whose hidden states are wanted, numbered as transformers' `output_hidden_states`
+            (0: embeddings, -1: after the last norm).
+        all_logits: logits of every position instead of the last one only.
+    """
+
+    prompt: str | Rendered | None = None
+    messages: Seq[Mapping[str, Any]] | None = None
+    input_ids: Seq[int] | None = None
+    images: Seq[Any] = ()
+    videos: Seq[Seq[Any]] = ()
+    id: str = ""
+    hidden_states: tuple[int, ...] = ()
+    all_logits: bool = False
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("prompt", "messages", "input_ids") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"a request takes exactly one of prompt, messages and input_ids; got {given or 'none'}")
+        if not self.id:
+            object.__setattr__(self, "id", f"request-{next(_ids)}")
+
+
+@dataclass(frozen=True)
+class MediaItem:
+    """One picture or video of a request, as the model will see it."""
+
+    medium: str  # "image" or "video"
+    digest: bytes  # of the decoded pixels
+    size: tuple[int, int]  # height, width of the decoded picture
+    frames: int = 1
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request after intake: everything that needs no model, in host memory.
+
+    Attributes:
+        inputs: what the processor returned, every tensor with a leading batch axis of 1 where it has one.
+        media: pictures and videos in the order of their placeholders, per medium.
+        seconds: time that intake took.
+    """
+
+    request: Request
+    inputs: dict[str, torch.Tensor]
+    media: tuple[MediaItem, ...]
+    seconds: float = 0.0
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return self.request.id
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """Token ids [T], placeholders expanded."""
+        return self.inputs["input_ids"][0]
+
+
+MaskFunction = Callable[[Any, Any, Any, Any], "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A request as the decoder would receive it, alone.
+
+    Attributes:
+        embeds: [1, T, D].
+        positions: [P, 1, T] or [1, T], int64.
+        extras: further decoder arguments (deepstack, per-layer inputs), as the composite model made them.
+        rules: attention masks that are not plain causal, by layer kind ("" for all layers), as transformers mask functions.
+        edges: bool [T + 1]; edges[i] is true where a chunk may end before token i (host memory).
+        spans: token ranges of each medium's placeholders, one tuple of (start, end) runs per media item.
+    """
+
+    prepared: Prepared
+    embeds: torch.Tensor
+    positions: torch.Tensor
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    rules: Mapping[str, MaskFunction] = field(default_factory=dict)
+    edges: torch.Tensor | None = None
+    spans: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+    @property
+    def length(self) -> int:
+        """Tokens in the sequence."""
+        return int(self.embeds.shape[1])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One candidate continuation and its log-probability.
+
+    Attributes:
+        text: the choice as given.
+        token_ids: its tokens.
+        token_logprobs: natural-log probability of each token given the prompt and the tokens before it.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    token_logprobs: tuple[float, ...]
+
+    @property
+    def logprob(self) -> float:
+        """Log-probability of the whole choice."""
+        return sum(self.token_logprobs)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Newly generated tokens (without the prompt) and their text (special tokens removed)."""
+
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Token:
+    """One candidate for the next token."""
+
+    id: int
+    text: str
+    logprob: float

@@ -1,0 +1,262 @@
+"""Ragged attention over one packed row, registered with transformers' AttentionInterface.
+
+The decoder's own layers call `ragged_attention` through `config._attn_implementation`. When a step is running they hand
+us its description in the keyword argument `mmprefill_step`; when it is absent (a plain `forward` or `generate` of the
+same model, perhaps at the same moment) the call goes to the implementation that the model had before.
+
+Masks are never built for the packed row. `ragged_mask` is registered beside the attention function so that a composite
+model which wants a mask of its own (two-way picture spans) hands us its *mask function* while we record it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+
+from mmprefill.types import MaskFunction
+
+KEYWORD = "mmprefill_step"
+_PREFIX = "mmprefill_"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One sequence's part of one attention call.
+
+    Attributes:
+        start: first row of its queries in the packed row.
+        rows: queries, and new tokens, in this step.
+        done: tokens before them, already stored.
+        rule: mask function over (query, key) indices of the whole sequence; None is plain causal.
+    """
+
+    start: int
+    rows: int
+    done: int
+    rule: MaskFunction | None = None
+
+
+class PackedStep(Protocol):
+    """What attention needs to know of a running step."""
+
+    masks: dict[Any, Tensor | None]  # built once per step and kind of layer
+
+    def segments(self, layer: int) -> Iterator[Segment]:
+        """The step's sequences in the order of their rows."""
+
+    def context(self, layer: int, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each segment, the keys and values [1, G, done + rows, W] that its queries may look at."""
+
+    def limits(self, layer: int) -> tuple[int | None, int | None]:
+        """Sliding window and attention chunk of a layer."""
+
+
+# What masks become on this thread: "record" them, or "skip" them because a packed step runs. Unset: build as usual.
+_masks: ContextVar[str | None] = ContextVar("mmprefill_masks", default=None)
+
+
+@contextmanager
+def masks(mode: str) -> Iterator[None]:
+    """Within the block, masks of packed models are recorded ("record") or left out ("skip")."""
+    token = _masks.set(mode)
+    try:
+        yield
+    finally:
+        _masks.reset(token)
+
+
+@dataclass(frozen=True)
+class RecordedMask:
+    """A mask that a composite model asked for, as the function that defines it."""
+
+    rule: MaskFunction
+    vmapped: bool
+
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Evaluate on index tensors that broadcast: query [..., q, 1], key [..., 1, k]."""
+        return self.rule(batch, head, query, key)
+
+
+def _ragged_mask(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        mode = _masks.get()
+        if mode == "record":
+            return RecordedMask(kwargs["mask_function"], bool(kwargs.get("use_vmap")))
+        return None if mode == "skip" else plain(*args, **kwargs)
+
+    return mask
+
+
+def _plain_eager(module: torch.nn.Module) -> Callable[..., tuple[Tensor, Any]]:
+    function: Callable[..., tuple[Tensor, Any]] = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+    return function
+
+
+def _ragged(plain: Callable[[torch.nn.Module], Callable[..., tuple[Tensor, Any]]]) -> Callable[..., tuple[Tensor, Any]]:
+    def attention(
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        step = kwargs.pop(KEYWORD, None)
+        if step is None:
+            if _masks.get() == "skip":
+                raise RuntimeError(f"{type(module).__name__} dropped the keyword argument that carries the packed step")
+            return plain(module)(module, query, key, value, attention_mask, **kwargs)
+        return ragged_attention(step, module, query, key, value, **kwargs), None
+
+    return attention
+
+
+def ragged_attention(
+    step: PackedStep,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Attention of every sequence of the step to itself only.
+
+    Args:
+        step: the running step.
+        module: the attention layer, for its `layer_idx`.
+        query: [1, H, N, W].
+        key: [1, G, N or sum of contexts, W], as `cache.update` returned it.
+        value: like `key`; its width may differ.
+        scaling: factor of the scores; W ** -0.5 if None.
+        sliding_window: tokens a query sees, itself included.
+        softcap: scores become tanh(score / softcap) * softcap.
+        s_aux: attention sinks [H].
+
+    Returns:
+        [1, N, H, W of value].
+    """
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    window, chunk = step.limits(layer)
+    window = sliding_window or window
+    out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+    for segment, (keys, values) in zip(step.segments(layer), step.context(layer, key, value), strict=True):
+        rows = slice(segment.start, segment.start + segment.rows)
+        kind = (segment, window, chunk)
+        if kind not in step.masks:
+            step.masks[kind] = visible(segment, window, chunk, query.device)
+        mask = step.masks[kind]
+        attended = _attend(query[:, :, rows], keys, values, mask, scaling, softcap, s_aux)
+        out[:, rows] = attended.transpose(1, 2)
+    return out
+
+
+def visible(segment: Segment, window: int | None, chunk: int | None, device: torch.device) -> Tensor | None:
+    """Which keys each query sees, bool [rows, done + rows]; None where plain causal attention over fresh rows does it."""
+    total = segment.done + segment.rows
+    if segment.rule is None:
+        fits = (not window or total <= window) and (not chunk or total <= chunk)
+        if fits and (segment.done == 0 or segment.rows == 1):
+            return None
+    query = torch.arange(segment.done, total, device=device)[:, None]
+    key = torch.arange(total, device=device)[None]
+    if segment.rule is not None:
+        return evaluate(segment.rule, query, key)
+    seen = key <= query
+    if window:
+        seen = seen & (key > query - window)
+    if chunk:
+        seen = seen & (query // chunk == key // chunk)
+    return seen
+
+
+def evaluate(rule: MaskFunction, query: Tensor, key: Tensor) -> Tensor:
+    """A transformers mask function on query [q, 1] and key [1, k] indices -> bool [q, k]."""
+    zero = query.new_zeros(())
+    return rule(zero, zero, query, key).expand(query.shape[0], key.shape[1])
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """One sequence: query [1, H, q, W], key and value [1, G, k, W] -> [1, H, q, W]."""
+    if softcap is None and s_aux is None:
+        grouped = query.shape[1] != key.shape[1]
+        causal = mask is None and query.shape[2] > 1
+        if grouped and mask is not None:  # a masked grouped call leaves the fast kernels
+            key, value, grouped = _repeat(query, key), _repeat(query, value), False
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=grouped
+        )
+    return _attend_eagerly(query, _repeat(query, key), _repeat(query, value), mask, scaling, softcap, s_aux)
+
+
+def _repeat(query: Tensor, heads: Tensor) -> Tensor:
+    return heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)
+
+
+def _attend_eagerly(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """The order of operations of transformers' `eager_attention_forward`, for what no kernel takes."""
+    scores = query @ key.transpose(-1, -2) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is None and query.shape[2] > 1:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if s_aux is None:
+        return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value
+    sinks = s_aux.reshape(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1).to(scores.dtype)
+    weights = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.float32)[..., :-1]
+    return weights.to(query.dtype) @ value
+
+
+def _register(plain: str, attention: Callable[[torch.nn.Module], Any], mask: Callable[..., Any]) -> str:
+    name = _PREFIX + plain
+    AttentionInterface.register(name, _ragged(attention))
+    AttentionMaskInterface.register(name, _ragged_mask(mask))
+    return name
+
+
+_NAMES = {
+    "sdpa": _register("sdpa", lambda module: sdpa_attention_forward, sdpa_mask),
+    "eager": _register("eager", _plain_eager, eager_mask),
+}
+
+
+def install(config: Any) -> None:
+    """Give a decoder's config the packed attention that falls back to what it had; done once, never flipped back.
+
+    Raises:
+        ValueError: if the decoder uses an implementation other than sdpa and eager.
+    """
+    current = config._attn_implementation
+    if current in _NAMES.values():
+        return
+    if current not in _NAMES:
+        raise ValueError(f"attention implementation {current!r} cannot be packed; load the model with 'sdpa' or 'eager'")
+    config._attn_implementation = _NAMES[current]

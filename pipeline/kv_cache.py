@@ -1,0 +1,201 @@
+"""Per-request KV: storage while prefilling, the cache object a packed step passes to the decoder, and the hand-over.
+
+K and V are stored by `StepCache`, which stands in for a transformers `Cache` while a step runs: what a layer stores and
+what its attention sees may differ (MLA), and some layers reuse another layer's K and V; storing here needs no special
+case for either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from mmprefill.pipeline.attention import Segment
+from mmprefill.types import MaskFunction
+
+
+@dataclass
+class SequenceKV:
+    """Keys and values of one sequence, layer -> (K, V) of [1, G, capacity, W].
+
+    Buffers are allocated from the first tensors seen, so widths and head counts may differ per layer.
+    [0, length) is valid; only the step that is running writes, at [length, ...).
+    """
+
+    capacity: int
+    length: int = 0
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store new rows [1, G, n, W] after the valid ones; `length` moves when the whole step is done."""
+        if layer not in self.layers:
+            self.layers[layer] = (self._buffer(key), self._buffer(value))
+        end = self.length + key.shape[2]
+        for buffer, new in zip(self.layers[layer], (key, value), strict=True):
+            buffer[:, :, self.length : end] = new
+
+    def _buffer(self, like: Tensor) -> Tensor:
+        return like.new_empty(1, like.shape[1], self.capacity, like.shape[3])
+
+    def view(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
+        """The first `end` rows of a layer, without a copy."""
+        key, value = self.layers[layer]
+        return key[:, :, :end], value[:, :, :end]
+
+    def grown(self, extra: int) -> SequenceKV:
+        """A copy with room for `extra` more tokens; the original stays as it is."""
+        copy = SequenceKV(self.length + extra, self.length)
+        for layer, (key, value) in self.layers.items():
+            buffers = copy._buffer(key), copy._buffer(value)
+            for buffer, old in zip(buffers, (key, value), strict=True):
+                buffer[:, :, : self.length] = old[:, :, : self.length]
+            copy.layers[layer] = buffers
+        return copy
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(t.numel() * t.element_size() for pair in self.layers.values() for t in pair)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One sequence's chunk in a packed step: rows [start, start + rows) of the step, tokens [done, done + rows) of it.
+
+    `kv` holds the tokens before the chunk. With `stored` False the new rows are not kept (a probe that leaves no trace,
+    such as scoring a choice).
+    """
+
+    start: int
+    rows: int
+    kv: SequenceKV
+    rules: Mapping[str, MaskFunction] = field(default_factory=dict)
+    stored: bool = True
+
+    @property
+    def done(self) -> int:
+        """Tokens stored before this step."""
+        return self.kv.length
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What the decoder's layers are, read from its config once.
+
+    Attributes:
+        kinds: transformers' layer type of every layer.
+        window: tokens that sliding layers see; None if there are none.
+        chunk: chunk of chunked layers; None if there are none.
+        direct: attention sees exactly what the same layer stored, so it may read buffers in place.
+    """
+
+    kinds: tuple[str, ...]
+    window: int | None = None
+    chunk: int | None = None
+    direct: bool = False
+
+    @classmethod
+    def of(cls, config: Any) -> LayerPlan:
+        """Read the plan from a text config."""
+        kinds, _ = get_layer_types_and_kwargs(config)
+        return cls(tuple(kinds), getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None))
+
+
+class StepCache:
+    """Passed as `cache=` and as the step's keyword argument: stores K and V, and tells attention what each piece sees."""
+
+    is_compileable = False
+
+    def __init__(self, pieces: Iterable[Piece], plan: LayerPlan) -> None:
+        self.pieces, self.plan = tuple(pieces), plan
+        self.rows = sum(piece.rows for piece in self.pieces)
+        self.fresh = all(piece.done == 0 for piece in self.pieces)
+        self.masks: dict[Any, Tensor | None] = {}
+
+    # What transformers' decoders and mask builders ask of a cache.
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store [1, G, N, W] and return what attention shall see: the same rows, or every piece's whole context."""
+        for piece in self.pieces:
+            if piece.stored:
+                rows = slice(piece.start, piece.start + piece.rows)
+                piece.kv.write(layer, key[:, :, rows], value[:, :, rows])
+        if self.fresh or self.plan.direct:
+            return key, value
+        contexts = list(self._contexts(layer, key, value))
+        return torch.cat([k for k, _ in contexts], 2), torch.cat([v for _, v in contexts], 2)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Zero: positions are always passed in."""
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Zero, see `get_seq_length`."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Only asked for masks that are then left out."""
+        return query_length, 0
+
+    # What attention asks of a step.
+
+    def limits(self, layer: int) -> tuple[int | None, int | None]:
+        """Window and chunk of a layer."""
+        kind = self.plan.kinds[layer]
+        window = self.plan.window if kind == "sliding_attention" else None
+        return window, self.plan.chunk if kind == "chunked_attention" else None
+
+    def segments(self, layer: int) -> Iterator[Segment]:
+        """The pieces, with the rule that holds in this layer."""
+        kind = self.plan.kinds[layer]
+        for piece in self.pieces:
+            rule = piece.rules.get(kind, piece.rules.get(""))
+            yield Segment(piece.start, piece.rows, piece.done, rule)
+
+    def context(self, layer: int, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values that each piece's queries look at."""
+        if self.fresh or self.plan.direct:
+            yield from self._contexts(layer, key, value)
+            return
+        start = 0
+        for piece in self.pieces:
+            rows = slice(start, start + piece.done + piece.rows)
+            start = rows.stop
+            yield key[:, :, rows], value[:, :, rows]
+
+    def _contexts(self, layer: int, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for piece in self.pieces:
+            rows = slice(piece.start, piece.start + piece.rows)
+            new = key[:, :, rows], value[:, :, rows]
+            if piece.done == 0:
+                yield new
+            elif piece.stored:
+                yield piece.kv.view(layer, piece.done + piece.rows)
+            else:
+                past = piece.kv.view(layer, piece.done)
+                yield torch.cat([past[0], new[0]], 2), torch.cat([past[1], new[1]], 2)
+
+
+def hand_over(config: Any, kv: SequenceKV) -> DynamicCache:
+    """The stored KV as a `DynamicCache` of batch 1, ready for `generate`.
+
+    Full layers share our buffers: decoding concatenates into new tensors and never writes into them. Sliding layers get
+    their last window - 1 rows as a copy, because a view would keep the whole buffer alive.
+    """
+    cache = DynamicCache(config=config)
+    for layer, _ in sorted(kv.layers.items()):
+        key, value = kv.view(layer, kv.length)
+        target = cache.layers[layer]
+        target.lazy_initialization(key, value)
+        if getattr(target, "is_sliding", False):
+            keep = target.sliding_window - 1
+            key, value = (t[:, :, max(kv.length - keep, 0) :].clone() for t in (key, value))
+            target.cumulative_length = kv.length
+        target.keys, target.values = key, value
+    return cache

@@ -1,0 +1,179 @@
+"""Text rows + media rows -> Sequence, by recording what the decoder would receive.
+
+No merge is written here per family: the composite model's own `forward` runs with its decoder replaced by a recorder,
+and the arguments that the decoder would have been called with are the sequence. The same trick backwards (a decoder that
+returns our hidden states) gives logits with whatever the model does between the two.
+
+Both put an instance attribute on the model for the length of a call: only the lane that owns the model may do that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from mmprefill.encoders.families import Family
+from mmprefill.errors import PlaceholderError, UnsupportedModelError
+from mmprefill.pipeline.attention import RecordedMask, evaluate, masks
+from mmprefill.pipeline.positions import legal_edges
+from mmprefill.types import MaskFunction, Prepared, Sequence
+
+# Arguments of a decoder that we set ourselves, or that only matter outside a packed step.
+_OURS = frozenset(
+    {"inputs_embeds", "position_ids", "attention_mask", "input_ids", "cache", "past_key_values", "use_cache",
+     "return_dict", "logits_to_keep", "output_attentions", "output_hidden_states", "cache_position", "labels"}
+)  # fmt: skip
+
+
+@contextmanager
+def replaced(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Within the block, calls of `module.name` go to `function`; the class stays as it is."""
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        delattr(module, name)
+
+
+class _Recorded(Exception):  # noqa: N818 - carries a result out of a forward, not an error
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+def decoder_arguments(family: Family, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What the decoder would be called with, for one request's inputs to the composite model."""
+
+    def record(*_: Any, **arguments: Any) -> None:
+        raise _Recorded(arguments)
+
+    try:
+        with replaced(family.decoder, "forward", record), masks("record"):
+            family.model(**inputs, use_cache=False)
+    except _Recorded as done:
+        return done.arguments
+    raise UnsupportedModelError(f"{family.name}: the model's forward never called its decoder")
+
+
+def merge(family: Family, prepared: Prepared, encoded: Mapping[str, Any]) -> Sequence:
+    """Build the sequence of one request.
+
+    Args:
+        family: the loaded model.
+        prepared: the request after intake.
+        encoded: medium -> output of the model's own feature function for this request's media.
+
+    Raises:
+        PlaceholderError: if a medium's rows and placeholders differ in number.
+        UnsupportedModelError: if the model hands its decoder something that cannot be packed.
+    """
+    got = decoder_arguments(family, composite_inputs(family, prepared, encoded))
+    embeds = got["inputs_embeds"]
+    positions = got.get("position_ids")
+    if positions is None:
+        positions = torch.arange(embeds.shape[1], device=embeds.device)[None]
+    rules = _rules(family, got.get("attention_mask"), embeds.shape[1])
+    return Sequence(
+        prepared=prepared,
+        embeds=embeds,
+        positions=positions,
+        extras=_extras(family, got),
+        rules=rules,
+        edges=legal_edges(rules, embeds.shape[1]) if rules else None,
+    )
+
+
+def composite_inputs(family: Family, prepared: Prepared, encoded: Mapping[str, Any]) -> dict[str, Any]:
+    """The composite model's arguments with each encoded medium in place of its pixels."""
+    inputs = {name: tensor.to(family.device) for name, tensor in prepared.inputs.items()}
+    if not encoded:
+        return inputs
+    for medium, output in encoded.items():
+        check_rows(family, prepared, medium, output)
+        for name in family.takes(medium):  # grids stay: positions are computed from them
+            if not name.endswith("grid_thw"):
+                inputs.pop(name, None)
+    return {**inputs, "mm_encoder_outputs": dict(encoded)}
+
+
+def check_rows(family: Family, prepared: Prepared, medium: str, output: Any) -> None:
+    """Placeholders and rows must agree per medium, not in total."""
+    rows = row_count(output)
+    wanted = int((prepared.input_ids == family.placeholders[medium]).sum())
+    if rows is not None and rows != wanted:
+        raise PlaceholderError(
+            f"request {prepared.id!r}: {wanted} {medium} placeholder tokens but the {medium} tower made {rows} rows"
+        )
+
+
+def row_count(output: Any) -> int | None:
+    """Rows of the decoder's embedding space in a feature output; None where it is not projected yet."""
+    pooled = getattr(output, "pooler_output", None)
+    if pooled is None:
+        return None
+    parts = pooled if isinstance(pooled, (list, tuple)) else [pooled]
+    return sum(int(part.numel() // part.shape[-1]) for part in parts)
+
+
+def _extras(family: Family, got: Mapping[str, Any]) -> dict[str, Any]:
+    """Per-layer inputs and other tensors for the decoder; flags and empty values are left out."""
+    extras = {}
+    for name, value in got.items():
+        if name in _OURS or value is None or isinstance(value, (bool, int, float, str)):
+            continue
+        if not _is_tensors(value):
+            raise UnsupportedModelError(f"{family.name}: its decoder takes {name!r} of {type(value).__name__}")
+        extras[name] = value
+    return extras
+
+
+def _is_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_tensors(v) for v in value.values())
+    if isinstance(value, (list, tuple)):
+        return all(_is_tensors(v) for v in value)
+    return isinstance(value, Tensor)
+
+
+def _rules(family: Family, mask: Any, length: int) -> dict[str, MaskFunction]:
+    """Mask functions that a plain causal mask with the layer's window does not express, by layer kind."""
+    if mask is None or isinstance(mask, Tensor) and mask.dim() == 2:
+        return {}
+    by_kind = mask if isinstance(mask, Mapping) else {"": mask}
+    by_kind = {kind: rule for kind, rule in by_kind.items() if rule is not None}
+    if not all(isinstance(rule, RecordedMask) for rule in by_kind.values()):
+        raise UnsupportedModelError(f"{family.name}: it builds its attention mask outside transformers' mask interface")
+    if all(looks_back_only(rule, length) for rule in by_kind.values()):
+        return {}
+    return by_kind
+
+
+def looks_back_only(rule: MaskFunction, length: int, tile: int = 1024) -> bool:
+    """Whether no query sees a later key, so that causal attention with the layer's own window is the same."""
+    index = torch.arange(length)
+    for start in range(0, length, tile):
+        rows = index[start : start + tile, None]
+        if bool((evaluate(rule, rows, index[None]) & (index[None] > rows)).any()):
+            return False
+    return True
+
+
+def logits_of(family: Family, hidden: Tensor) -> Tensor:
+    """Logits [1, n, V] in float32 for hidden states [1, n, D], through the composite model's own head."""
+    output = BaseModelOutputWithPast(last_hidden_state=hidden)
+    ids = torch.zeros(1, hidden.shape[1], dtype=torch.long, device=family.device)
+    ids += _plain_token(family)
+    with replaced(family.decoder, "forward", lambda *_, **__: output), masks("record"):
+        logits: Tensor = family.model(input_ids=ids, use_cache=False).logits
+    return logits.float()
+
+
+def _plain_token(family: Family) -> int:
+    """A token id that stands for no medium."""
+    taken = set(family.placeholders.values())
+    return next(i for i in range(len(taken) + 1) if i not in taken)
