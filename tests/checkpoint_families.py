@@ -1,61 +1,11 @@
-"""One recipe per family: the published architecture, tokenizer style, processor and chat template, at toy size."""
+"""The packed families: published architecture, tokenizer style, processor and chat template, at toy size."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import transformers as hf
+from checkpoint_parts import HALF, Recipe, decoder, ids_of, recipe, tower
 from checkpoint_tokenizers import byte_level, sentencepiece_like
-from transformers import PreTrainedConfig, PreTrainedTokenizerFast, ProcessorMixin
-
-HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-CONTEXT = 8192
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What a checkpoint is made of. `gain` scales the random weights (see checkpoints.redraw)."""
-
-    config: PreTrainedConfig
-    processor: ProcessorMixin
-    gain: float = 1.0
-
-
-RECIPES: dict[str, Callable[[], Recipe]] = {}
-
-
-def recipe(make: Callable[[], Recipe]) -> Callable[[], Recipe]:
-    """Register a recipe under its function's name."""
-    RECIPES[make.__name__] = make
-    return make
-
-
-def ids_of(tokenizer: PreTrainedTokenizerFast, **tokens: str) -> dict[str, int]:
-    """Config fields that name a token, as ids."""
-    return {field: tokenizer.convert_tokens_to_ids(token) for field, token in tokens.items()}
-
-
-def decoder(tokenizer: PreTrainedTokenizerFast, layers: int = 3, **more: Any) -> dict[str, Any]:
-    """A tiny decoder's config; its vocabulary is padded, as published ones are."""
-    return {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": -(-len(tokenizer) // 32) * 32,
-        "max_position_embeddings": CONTEXT,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        **more,
-    }
-
-
-def tower(**more: Any) -> dict[str, Any]:
-    """A tiny vision transformer's config."""
-    return {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, **more}
-
+from transformers import PreTrainedTokenizerFast
 
 # Llava
 
@@ -105,6 +55,128 @@ def llava_clip() -> Recipe:
             vision_feature_select_strategy="default",
             num_additional_image_tokens=1,
             chat_template=LLAVA_TEMPLATE,
+        ),
+    )
+
+
+TURNS_TEMPLATE = """\
+{% for message in messages %}<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
+{% if part['type'] == 'image' %}IMAGE{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}\
+{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@recipe
+def llava_siglip() -> Recipe:
+    """LLaVA's architecture with SigLIP and Qwen 2: all 16 patches of a picture, parts in the order given."""
+    tokenizer = qwen("<image>", image_token="<image>")
+    config = hf.LlavaConfig(
+        vision_config=tower(model_type="siglip_vision_model", image_size=28, patch_size=7, vision_use_head=False),
+        text_config=decoder(tokenizer, model_type="qwen2"),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        image_seq_length=16,
+        tie_word_embeddings=True,
+    )
+    pictures = hf.SiglipImageProcessor(size={"height": 28, "width": 28}, **HALF)
+    return Recipe(
+        config,
+        hf.LlavaProcessor(
+            pictures,
+            tokenizer,
+            patch_size=7,
+            vision_feature_select_strategy="full",
+            chat_template=TURNS_TEMPLATE.replace("IMAGE", "<image>\n"),
+        ),
+    )
+
+
+LLAVA_NEXT_TEMPLATE = """\
+{% for message in messages %}{% if message['content'] is string %}{% set text = message['content'] %}\
+{% else %}{% set text = message['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') | join %}\
+{% endif %}\
+{% if message['role'] == 'system' %}{{ '<<SYS>>\n' + text + '\n<</SYS>>\n\n' }}\
+{% elif message['role'] == 'user' %}{{ '[INST] ' }}{% if message['content'] is not string %}\
+{# pictures first, then the text: as published #}\
+{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}{% endif %}\
+{{ text + ' [/INST]' }}{% else %}{{ ' ' + text + '</s> ' }}{% endif %}{% endfor %}"""
+PINPOINTS = [[42, 84], [84, 42], [84, 84]]
+
+
+def llava_next_with(window: int | None) -> Recipe:
+    """LLaVA-NeXT on Mistral: tiles without their padding, a newline a row, by the picture's shape."""
+    tokenizer = vicuna()
+    config = hf.LlavaNextConfig(
+        vision_config=tower(model_type="clip_vision_model", image_size=42, patch_size=14, projection_dim=32),
+        text_config=decoder(tokenizer, layers=4, model_type="mistral", sliding_window=window, head_dim=16),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-2,
+        image_grid_pinpoints=PINPOINTS,
+        image_seq_length=9,
+        tie_word_embeddings=False,
+    )
+    pictures = hf.LlavaNextImageProcessor(
+        size={"shortest_edge": 42}, crop_size={"height": 42, "width": 42}, image_grid_pinpoints=PINPOINTS
+    )
+    return Recipe(
+        config,
+        hf.LlavaNextProcessor(
+            pictures,
+            tokenizer,
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+            chat_template=LLAVA_NEXT_TEMPLATE,
+        ),
+    )
+
+
+@recipe
+def llava_next() -> Recipe:
+    """LLaVA-NeXT on Mistral without a window."""
+    return llava_next_with(None)
+
+
+@recipe
+def llava_next_window() -> Recipe:
+    """LLaVA-NeXT on Mistral with a window of 8, much shorter than one picture."""
+    return llava_next_with(8)
+
+
+LLAVA_ONEVISION_TEMPLATE = """\
+{% for message in messages %}{{ '<|im_start|>' + message['role'] + ' ' }}\
+{% if message['content'] is string %}{{ '\n' + message['content'] }}{% else %}\
+{# media first, then the text: as published #}\
+{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>' }}{% endfor %}\
+{% for part in message['content'] | selectattr('type', 'equalto', 'video') %}{{ '<video>' }}{% endfor %}\
+{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ '\n' + part['text'] }}{% endfor %}\
+{% endif %}{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+@recipe
+def llava_onevision() -> Recipe:
+    """LLaVA-OneVision: tiles when the picture is alone in its prompt, 10 rows a picture otherwise."""
+    tokenizer = qwen("<image>", "<video>", image_token="<image>", video_token="<video>")
+    config = hf.LlavaOnevisionConfig(
+        vision_config=tower(model_type="siglip_vision_model", image_size=42, patch_size=14, vision_use_head=False),
+        text_config=decoder(tokenizer, model_type="qwen2"),
+        image_grid_pinpoints=PINPOINTS,
+        tie_word_embeddings=True,
+        **ids_of(tokenizer, image_token_index="<image>", video_token_index="<video>"),
+    )
+    size = {"size": {"height": 42, "width": 42}, **HALF}
+    return Recipe(
+        config,
+        hf.LlavaOnevisionProcessor(
+            hf.LlavaOnevisionImageProcessor(image_grid_pinpoints=PINPOINTS, **size),
+            tokenizer,
+            hf.LlavaOnevisionVideoProcessor(**size),
+            num_image_tokens=9,
+            vision_feature_select_strategy="full",
+            chat_template=LLAVA_ONEVISION_TEMPLATE,
         ),
     )
 
@@ -166,6 +238,26 @@ def smolvlm() -> Recipe:
     )
 
 
+@recipe
+def idefics3() -> Recipe:
+    """Idefics 3 on Llama 3, pictures not cut: 4 tokens each between three marks."""
+    marks = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
+    tokenizer = llama3(*marks, eos_token="<end_of_utterance>")
+    config = hf.Idefics3Config(
+        text_config=decoder(tokenizer, model_type="llama"),
+        vision_config=tower(image_size=28, patch_size=7),
+        scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+    )
+    pictures = hf.Idefics3ImageProcessor(
+        size={"longest_edge": 56}, max_image_size={"longest_edge": 28}, do_image_splitting=False, **HALF
+    )
+    template = IDEFICS_TEMPLATE.replace("<|im_start|>", "<|begin_of_text|>", 1)
+    return Recipe(config, hf.Idefics3Processor(pictures, tokenizer, image_seq_len=4, chat_template=template))
+
+
 # Qwen-VL
 
 QWEN_TEMPLATE = """\
@@ -181,22 +273,23 @@ You are a helpful assistant.<|im_end|>
 {% endif %}"""
 
 
-def qwen() -> PreTrainedTokenizerFast:
-    """Qwen 2's tokenizer: one digit a token, nothing added in front."""
+def qwen(*more: str, **tokens: str) -> PreTrainedTokenizerFast:
+    """Qwen 2's tokenizer: one digit a token, nothing added in front. `tokens` are attributes of the tokenizer."""
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"]
     vision = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
+    own = {
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+        "vision_bos_token": "<|vision_start|>",
+        "vision_eos_token": "<|vision_end|>",
+    }
     return byte_level(
-        [*specials, *vision],
+        [*specials, *vision, *more],
         digits="",
         nfc=True,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        extra_special_tokens={
-            "image_token": "<|image_pad|>",
-            "video_token": "<|video_pad|>",
-            "vision_bos_token": "<|vision_start|>",
-            "vision_eos_token": "<|vision_end|>",
-        },
+        extra_special_tokens=tokens or own,
     )
 
 
@@ -211,10 +304,19 @@ def qwen_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
     )
 
 
-def qwen_media(patch: int = 14) -> dict[str, Any]:
-    """Qwen2-VL's image and video processors: 4 to 36 tokens a picture, as many per two frames of a video."""
+def qwen_media(patch: int = 14, third: bool = False) -> dict[str, Any]:
+    """The image and video processors: 4 to 36 tokens a picture, as many per two frames of a video.
+
+    Qwen3-VL counts a video's pixels over all its frames, Qwen2-VL per frame.
+    """
     cell = (2 * patch) ** 2
     limits = {"size": {"shortest_edge": 4 * cell, "longest_edge": 36 * cell}, "patch_size": patch}
+    if third:
+        frames = {**limits, **HALF, "size": {"shortest_edge": 8 * cell, "longest_edge": 144 * cell}}
+        return {
+            "image_processor": hf.Qwen2VLImageProcessor(**limits, **HALF),
+            "video_processor": hf.Qwen3VLVideoProcessor(**frames, cap_pixels_per_frame=False),
+        }
     return {
         "image_processor": hf.Qwen2VLImageProcessor(**limits),
         "video_processor": hf.Qwen2VLVideoProcessor(**limits, cap_pixels_per_frame=False),
@@ -222,6 +324,20 @@ def qwen_media(patch: int = 14) -> dict[str, Any]:
 
 
 MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+
+
+@recipe
+def qwen2_vl() -> Recipe:
+    """Qwen2-VL: M-RoPE, 4 to 36 tokens a picture."""
+    tokenizer = qwen()
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14}
+    config = hf.Qwen2VLConfig(
+        text_config=decoder(tokenizer, rope_parameters=MROPE),
+        vision_config={**vision, "spatial_merge_size": 2, "temporal_patch_size": 2},
+        tie_word_embeddings=False,
+        **qwen_ids(tokenizer),
+    )
+    return Recipe(config, hf.Qwen2VLProcessor(tokenizer=tokenizer, chat_template=QWEN_TEMPLATE, **qwen_media()))
 
 
 @recipe
@@ -246,6 +362,98 @@ def qwen2_5_vl() -> Recipe:
         **qwen_ids(tokenizer),
     )
     return Recipe(config, hf.Qwen2_5_VLProcessor(tokenizer=tokenizer, chat_template=QWEN_TEMPLATE, **qwen_media()))
+
+
+QWEN3_TEMPLATE = """\
+{% for message in messages %}<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
+{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>\
+{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>\
+{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+QWEN3_TOWER = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+}
+
+
+def qwen3_processor(tokenizer: PreTrainedTokenizerFast) -> hf.Qwen3VLProcessor:
+    """The processor of Qwen3-VL, Qwen3-VL-MoE and Qwen3.5."""
+    return hf.Qwen3VLProcessor(tokenizer=tokenizer, chat_template=QWEN3_TEMPLATE, **qwen_media(patch=16, third=True))
+
+
+@recipe
+def qwen3_vl() -> Recipe:
+    """Qwen3-VL: interleaved M-RoPE, features of two tower layers added to the first two decoder layers."""
+    tokenizer = qwen()
+    config = hf.Qwen3VLConfig(
+        text_config=decoder(tokenizer, head_dim=16, rope_parameters={**MROPE, "mrope_interleaved": True}),
+        vision_config={**QWEN3_TOWER, "deepstack_visual_indexes": [0, 1]},
+        tie_word_embeddings=True,
+        **qwen_ids(tokenizer),
+    )
+    return Recipe(config, qwen3_processor(tokenizer))
+
+
+# GLM-4V
+
+GLM4V_TEMPLATE = """\
+[gMASK]<sop>
+{%- for message in messages %}\
+{{- '<|' + message['role'] + '|>\n' }}\
+{%- if message['content'] is string %}{{ message['content'] }}{% else %}\
+{%- for part in message['content'] %}\
+{%- if part['type'] == 'image' %}<|begin_of_image|><|image|><|end_of_image|>\
+{%- elif part['type'] == 'video' %}<|begin_of_video|><|video|><|end_of_video|>\
+{%- elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}\
+{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"""
+
+
+@recipe
+def glm4v() -> Recipe:
+    """GLM-4.1V: M-RoPE, 4 to 36 tokens a picture; a video's frames use the picture's placeholder."""
+    roles = ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+    marks = ["<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"]
+    tokenizer = byte_level(
+        [*roles, *marks, "<|image|>", "<|video|>"],
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens={"image_token": "<|image|>", "video_token": "<|video|>"},
+    )
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+    sizes = {"patch_size": 14, "image_size": 56, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    config = hf.Glm4vConfig(
+        text_config=decoder(tokenizer, rope_parameters={**MROPE, "partial_rotary_factor": 1.0}),
+        vision_config={**vision, **sizes},
+        tie_word_embeddings=False,
+        **ids_of(
+            tokenizer,
+            image_token_id="<|image|>",
+            video_token_id="<|video|>",
+            image_start_token_id="<|begin_of_image|>",
+            image_end_token_id="<|end_of_image|>",
+            video_start_token_id="<|begin_of_video|>",
+            video_end_token_id="<|end_of_video|>",
+        ),
+    )
+    limits = {"shortest_edge": 8 * 28 * 28, "longest_edge": 72 * 28 * 28}  # over two equal frames
+    return Recipe(
+        config,
+        hf.Glm4vProcessor(
+            hf.Glm4vImageProcessor(size=limits),
+            tokenizer,
+            hf.Glm4vVideoProcessor(size=limits, max_image_size={"longest_edge": 72 * 28 * 28}),
+            chat_template=GLM4V_TEMPLATE,
+        ),
+    )
 
 
 # Gemma
@@ -320,6 +528,101 @@ def gemma3() -> Recipe:
     return Recipe(config, hf.Gemma3Processor(pictures, tokenizer, image_seq_length=4, chat_template=GEMMA3_TEMPLATE))
 
 
+def paligemma_with(text: str, **more: Any) -> Recipe:
+    """PaliGemma has no chat template: its processor puts <image>s and <bos> before the prompt. 16 tokens a picture."""
+    tokenizer = gemma("<image>", extra_special_tokens={"image_token": "<image>"})
+    pictures = hf.SiglipImageProcessor(size={"height": 28, "width": 28}, **HALF)
+    pictures.image_seq_length = 16
+    processor = hf.PaliGemmaProcessor(pictures, tokenizer)  # adds 1152 tokens for places and shapes
+    vision = tower(model_type="siglip_vision_model", image_size=28, patch_size=7, vision_use_head=False)
+    config = hf.PaliGemmaConfig(
+        vision_config={**vision, "projection_dim": 64},
+        text_config=decoder(tokenizer, model_type=text, head_dim=16, **more),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        projection_dim=64,
+        hidden_size=64,
+        tie_word_embeddings=True,
+    )
+    return Recipe(config, processor)
+
+
+@recipe
+def paligemma() -> Recipe:
+    """PaliGemma: the whole prompt is two-way, positions start at 1."""
+    return paligemma_with("gemma")
+
+
+# InternVL
+
+
+@recipe
+def internvl() -> Recipe:
+    """InternVL: up to 4 tiles by the picture's shape and a thumbnail, 4 tokens each."""
+    tokens = {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    }
+    tokenizer = qwen(*tokens.values(), **tokens)
+    config = hf.InternVLConfig(
+        text_config=decoder(tokenizer, model_type="qwen2", tie_word_embeddings=False),
+        vision_config=tower(image_size=28, patch_size=7),
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+    size = {"height": 28, "width": 28}
+    return Recipe(
+        config,
+        hf.InternVLProcessor(
+            hf.GotOcr2ImageProcessor(size=size, crop_to_patches=True, max_patches=4),
+            tokenizer,
+            hf.InternVLVideoProcessor(size=size),
+            image_seq_length=4,
+            chat_template=TURNS_TEMPLATE.replace("IMAGE", "<IMG_CONTEXT>\n"),
+        ),
+    )
+
+
+# Mistral 3
+
+MISTRAL_TEMPLATE = """\
+{{ bos_token }}{% for message in messages %}\
+{% if message['role'] == 'system' %}{{ '[SYSTEM_PROMPT]' }}\
+{% elif message['role'] == 'user' %}{{ '[INST]' }}{% endif %}\
+{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
+{% if part['type'] == 'image' %}{{ '[IMG]' }}{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}\
+{% endfor %}{% endif %}\
+{% if message['role'] == 'system' %}{{ '[/SYSTEM_PROMPT]' }}{% elif message['role'] == 'user' %}{{ '[/INST]' }}\
+{% else %}{{ eos_token }}{% endif %}{% endfor %}"""
+
+
+@recipe
+def mistral3() -> Recipe:
+    """Mistral 3: a Pixtral tower at the picture's own shape, a mark after each row, 2 to 16 tokens."""
+    roles = ["[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]
+    tokenizer = byte_level(
+        ["<unk>", "<s>", "</s>", *roles, "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"],
+        bos="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+    )
+    config = hf.Mistral3Config(
+        text_config=decoder(tokenizer, model_type="mistral", sliding_window=None, head_dim=16),
+        vision_config=tower(model_type="pixtral", image_size=56, patch_size=7),
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
+        spatial_merge_size=2,
+        tie_word_embeddings=False,
+    )
+    pictures = hf.PixtralImageProcessor(size={"longest_edge": 56}, patch_size={"height": 7, "width": 7})
+    return Recipe(
+        config,
+        hf.PixtralProcessor(pictures, tokenizer, patch_size=7, spatial_merge_size=2, chat_template=MISTRAL_TEMPLATE),
+    )
+
+
 # PerceptionLM
 
 LLAMA3_TEMPLATE = """\
@@ -331,17 +634,23 @@ LLAMA3_TEMPLATE = """\
 {% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
 
 
+def llama3(*specials: str, eos_token: str = "<|eot_id|>", **settings: Any) -> PreTrainedTokenizerFast:
+    """Llama 3's tokenizer: <|begin_of_text|> is put in front, though templates write it too."""
+    headers = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    return byte_level(
+        [*headers, *specials, "<|finetune_right_pad_id|>"],
+        bos="<|begin_of_text|>",
+        eos_token=eos_token,
+        pad_token="<|finetune_right_pad_id|>",
+        **settings,
+    )
+
+
 @recipe
 def perception_lm() -> Recipe:
     """PerceptionLM: a timm tower; a thumbnail and up to 4 tiles, 4 tokens each."""
-    headers = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    tokenizer = byte_level(
-        [*headers, "<|image|>", "<|video|>", "<|finetune_right_pad_id|>"],
-        bos="<|begin_of_text|>",
-        eos_token="<|eot_id|>",
-        pad_token="<|finetune_right_pad_id|>",
-        extra_special_tokens={"image_token": "<|image|>", "video_token": "<|video|>"},
-    )
+    media = {"image_token": "<|image|>", "video_token": "<|video|>"}
+    tokenizer = llama3(*media.values(), extra_special_tokens=media)
     vit = {
         "embed_dim": 32,
         "img_size": (56, 56),

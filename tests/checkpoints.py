@@ -12,24 +12,26 @@ import hashlib
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import checkpoint_families
+import checkpoint_families  # noqa: F401  registers recipes
 import numpy as np
 import tokenizers
 import torch
 import transformers
+from checkpoint_parts import RECIPES
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, BatchFeature, PreTrainedModel, ProcessorMixin
 
-SOURCES = ("checkpoints.py", "checkpoint_families.py", "checkpoint_tokenizers.py")
+SOURCES = ("checkpoints.py", *(f"checkpoint_{part}.py" for part in ("parts", "tokenizers", "families")))
 GENERIC = {
     name: make
-    for name, make in checkpoint_families.RECIPES.items()
+    for name, make in RECIPES.items()
     if name in {"qwen3_5", "lfm2_vl", "minicpmv4_6"}  # recurrent or convolutional layers: no packed row
 }
-FAMILIES = {name: make for name, make in checkpoint_families.RECIPES.items() if name not in GENERIC}
+FAMILIES = {name: make for name, make in RECIPES.items() if name not in GENERIC}
 LAST_NORMS = ("language_model.norm.weight", "text_model.norm.weight", "embedding_norm.weight")
 VIDEO = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
@@ -92,13 +94,21 @@ def inputs_for(processor: ProcessorMixin, parts: Sequence[str | Image.Image]) ->
     text = prompt_for(processor, parts)
     pictures = [part for part in parts if not isinstance(part, str)]
     doubled = bool(processor.tokenizer.bos_token) and text.startswith(processor.tokenizer.bos_token)
-    with quiet():
+    with quiet(), numpy_copy_warning_ignored():
         return processor(
             text=[text],
             images=[pictures] if pictures else None,
             return_tensors="pt",
             add_special_tokens=not doubled,
         )
+
+
+@contextlib.contextmanager
+def numpy_copy_warning_ignored() -> Iterator[None]:
+    """With `return_tensors="pt"` the processors of GLM-4V and PaliGemma hand torch tensors to numpy, which warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy", DeprecationWarning)
+        yield
 
 
 @torch.inference_mode()
