@@ -337,7 +337,9 @@ def qwen2_vl() -> Recipe:
         tie_word_embeddings=False,
         **qwen_ids(tokenizer),
     )
-    return Recipe(config, hf.Qwen2VLProcessor(tokenizer=tokenizer, chat_template=QWEN_TEMPLATE, **qwen_media()))
+    return Recipe(
+        config, hf.Qwen2VLProcessor(tokenizer=tokenizer, chat_template=QWEN_TEMPLATE, **qwen_media()), gain=1.3
+    )
 
 
 @recipe
@@ -580,7 +582,7 @@ def internvl() -> Recipe:
             tokenizer,
             hf.InternVLVideoProcessor(size=size),
             image_seq_length=4,
-            chat_template=TURNS_TEMPLATE.replace("IMAGE", "<IMG_CONTEXT>\n"),
+            chat_template=TURNS_TEMPLATE.replace("IMAGE", "<IMG_CONTEXT>\n{% elif part['type'] == 'video' %}<video>\n"),
         ),
     )
 

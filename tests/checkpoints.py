@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import checkpoint_families  # noqa: F401  registers recipes
+import checkpoint_extras  # noqa: F401  registers its recipes and those of checkpoint_families
 import numpy as np
 import tokenizers
 import torch
@@ -25,7 +25,7 @@ from checkpoint_parts import RECIPES
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, BatchFeature, PreTrainedModel, ProcessorMixin
 
-SOURCES = ("checkpoints.py", *(f"checkpoint_{part}.py" for part in ("parts", "tokenizers", "families")))
+SOURCES = ("checkpoints.py", *(f"checkpoint_{part}.py" for part in ("parts", "tokenizers", "families", "extras")))
 GENERIC = {
     name: make
     for name, make in RECIPES.items()
@@ -33,7 +33,18 @@ GENERIC = {
 }
 FAMILIES = {name: make for name, make in RECIPES.items() if name not in GENERIC}
 LAST_NORMS = ("language_model.norm.weight", "text_model.norm.weight", "embedding_norm.weight")
-VIDEO = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+VIDEO = (  # take videos and have get_video_features
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "glm4v",
+    "llava_onevision",
+    "gemma4",
+    "kimi_k25",
+    "qwen3_5",
+)
+Part = str | Image.Image | list[Image.Image]
 
 
 def build(family: str, folder: Path) -> Path:
@@ -79,28 +90,31 @@ def picture(seed: int, size: tuple[int, int] = (64, 48)) -> Image.Image:
     return Image.fromarray(np.clip(np.asarray(soft).astype(int) + noise, 0, 255).astype(np.uint8))
 
 
-def prompt_for(processor: ProcessorMixin, parts: Sequence[str | Image.Image]) -> str:
-    """One user turn of text and pictures in the given order, by the checkpoint's template if it has one."""
+def prompt_for(processor: ProcessorMixin, parts: Sequence[Part]) -> str:
+    """One user turn of text, pictures and videos (lists of frames) in order, by the checkpoint's template if any."""
     if processor.chat_template is None:
-        return "".join("<image>" for part in parts if not isinstance(part, str)) + " ".join(
-            part for part in parts if isinstance(part, str)
-        )
-    content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+        texts = [part for part in parts if isinstance(part, str)]
+        return "<image>" * (len(parts) - len(texts)) + " ".join(texts)
+    content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": _kind(part)} for part in parts]
     return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
 
 
-def inputs_for(processor: ProcessorMixin, parts: Sequence[str | Image.Image]) -> BatchFeature:
-    """What the checkpoint's own processor makes of one user turn."""
+def inputs_for(processor: ProcessorMixin, parts: Sequence[Part]) -> BatchFeature:
+    """What the checkpoint's own processor makes of one user turn; videos are taken whole, at two frames a second."""
     text = prompt_for(processor, parts)
-    pictures = [part for part in parts if not isinstance(part, str)]
+    pictures = [part for part in parts if _kind(part) == "image"]
+    videos = [part for part in parts if _kind(part) == "video"]
     doubled = bool(processor.tokenizer.bos_token) and text.startswith(processor.tokenizer.bos_token)
+    media: dict[str, object] = {"images": [pictures]} if pictures else {}
+    if videos:
+        facts = [{"fps": 2.0, "total_num_frames": len(v), "frames_indices": list(range(len(v)))} for v in videos]
+        media |= {"videos": videos, "video_metadata": facts, "do_sample_frames": False}
     with quiet(), numpy_copy_warning_ignored():
-        return processor(
-            text=[text],
-            images=[pictures] if pictures else None,
-            return_tensors="pt",
-            add_special_tokens=not doubled,
-        )
+        return processor(text=[text], return_tensors="pt", add_special_tokens=not doubled, **media)
+
+
+def _kind(part: Part) -> str:
+    return "text" if isinstance(part, str) else "image" if isinstance(part, Image.Image) else "video"
 
 
 @contextlib.contextmanager
@@ -145,7 +159,7 @@ def redraw(model: PreTrainedModel, gain: float, silent: Sequence[int]) -> None:
         elif weight.shape[0] == 1 or _is_table(model, weight):
             weight.copy_(noise * 0.3)
         else:
-            fan_in = weight.shape[-1] if weight.dim() == 2 else weight[0].numel()
+            fan_in = weight.shape[-1] if weight.dim() == 2 or "experts" in name else weight[0].numel()
             weight.copy_(noise * 1.3 * gain / fan_in**0.5)
     head[list(silent)] *= 0.1
 

@@ -36,13 +36,13 @@ def counts(family):
     return (1, 2, 5) if family.startswith("paligemma") else (0, 1, 2, 5)  # its processor demands a picture
 
 
-def rows_of(model, inputs):
+def rows_of(family, model, inputs):
     """How many embedding rows the checkpoint's tower makes of these pictures."""
     known = inspect.signature(model.model.get_image_features).parameters
     features = model.model.get_image_features(
         **{name: value for name, value in inputs.items() if name in known}, return_dict=True
     )
-    rows = features.pooler_output
+    rows = features.deepstack_features[0][1] if family == "granite4_vision" else features.pooler_output
     return sum(part.reshape(-1, part.shape[-1]).shape[0] for part in ([rows] if torch.is_tensor(rows) else rows))
 
 
@@ -57,7 +57,29 @@ def test_requests_run_and_placeholders_match_the_rows(family):
         assert torch.isfinite(logits).all()
         assert 1 < logits.abs().max() < 8
         placeholders = int((inputs["input_ids"] == model.config.image_token_id).sum())
-        assert placeholders == (rows_of(model, inputs) if count else 0)
+        assert placeholders == (rows_of(family, model, inputs) if count else 0)
+
+
+@pytest.mark.parametrize("family", checkpoints.VIDEO)
+@torch.inference_mode()
+def test_a_video_beside_a_picture(family):
+    """Videos pass processor and model, alone and beside a picture; the model takes their features precomputed."""
+    model, processor = loaded(family)
+    frames = [checkpoints.picture(seed) for seed in range(4)]
+    if family != "glm4v":  # stock: frames have the picture's placeholder, so a picture beside them is miscounted
+        both = checkpoints.inputs_for(processor, [turn(1)[1], "and", frames, "?"])
+        assert torch.isfinite(model(**both).logits).all()
+    inputs = checkpoints.inputs_for(processor, [frames, "What happens?"])
+    known = inspect.signature(model.model.get_video_features).parameters
+    features = model.model.get_video_features(
+        **{name: value for name, value in inputs.items() if name in known}, return_dict=True
+    )
+    token = model.config.image_token_id if family == "glm4v" else model.config.video_token_id
+    rows = sum(part.reshape(-1, part.shape[-1]).shape[0] for part in features.pooler_output)
+    assert rows == int((inputs["input_ids"] == token).sum())
+    logits = model(**inputs).logits
+    del inputs["pixel_values_videos"]
+    assert torch.equal(model(**inputs, mm_encoder_outputs={"video": features}).logits, logits)
 
 
 @pytest.mark.parametrize("family", ALL)
