@@ -62,13 +62,19 @@ class PackedStep(Protocol):
         """Sliding window and attention chunk of a layer."""
 
 
-# What masks become on this thread: "record" them, or "skip" them because a packed step runs. Unset: build as usual.
+# What masks become on this thread: "record" them, "skip" them because a packed step runs, or "check" that skipping is
+# right. Unset: build as usual.
 _masks: ContextVar[str | None] = ContextVar("mmprefill_masks", default=None)
+
+
+def masking() -> str | None:
+    """What `masks` set on this thread."""
+    return _masks.get()
 
 
 @contextmanager
 def masks(mode: str) -> Iterator[None]:
-    """Within the block, masks of packed models are recorded ("record") or left out ("skip")."""
+    """Within the block, masks of packed models are recorded ("record"), left out ("skip") or checked and left out ("check")."""
     token = _masks.set(mode)
     try:
         yield
@@ -88,12 +94,19 @@ class RecordedMask:
         return self.rule(batch, head, query, key)
 
 
+def _looks_ahead(rule: MaskFunction, size: int = 8) -> bool:
+    index = torch.arange(size)
+    return bool(evaluate(rule, index[:, None], index[None]).triu(1).any())
+
+
 def _ragged_mask(plain: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
         mode = _masks.get()
         if mode == "record":
             return RecordedMask(kwargs["mask_function"], bool(kwargs.get("use_vmap")))
-        return None if mode == "skip" else plain(*args, **kwargs)
+        if mode == "check" and _looks_ahead(kwargs["mask_function"]):
+            raise ValueError("the decoder builds a mask of its own that sees later tokens")
+        return plain(*args, **kwargs) if mode is None else None
 
     return mask
 
@@ -109,7 +122,7 @@ def _ragged(plain: Callable[[torch.nn.Module], Callable[..., tuple[Tensor, Any]]
     ) -> tuple[Tensor, Any]:
         step = kwargs.pop(KEYWORD, None)
         if step is None:
-            if _masks.get() == "skip":
+            if _masks.get() is not None:
                 raise RuntimeError(f"{type(module).__name__} dropped the keyword argument that carries the packed step")
             return plain(module)(module, query, key, value, attention_mask, **kwargs)
         return ragged_attention(step, module, query, key, value, **kwargs), None

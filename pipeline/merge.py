@@ -77,14 +77,14 @@ def merge(family: Family, prepared: Prepared, encoded: Mapping[str, Any]) -> Seq
     positions = got.get("position_ids")
     if positions is None:
         positions = torch.arange(embeds.shape[1], device=embeds.device)[None]
-    rules = _rules(family, got.get("attention_mask"), embeds.shape[1])
+    rules = _rules(family, got.get("attention_mask"), embeds)
     return Sequence(
         prepared=prepared,
         embeds=embeds,
         positions=positions,
-        extras=_extras(family, got),
+        extras=extras_of(family, got),
         rules=rules,
-        edges=legal_edges(rules, embeds.shape[1]) if rules else None,
+        edges=legal_edges(rules, embeds.shape[1], embeds.device) if rules else None,
     )
 
 
@@ -120,7 +120,7 @@ def row_count(output: Any) -> int | None:
     return sum(int(part.numel() // part.shape[-1]) for part in parts)
 
 
-def _extras(family: Family, got: Mapping[str, Any]) -> dict[str, Any]:
+def extras_of(family: Family, got: Mapping[str, Any]) -> dict[str, Any]:
     """Per-layer inputs and other tensors for the decoder; flags and empty values are left out."""
     extras = {}
     for name, value in got.items():
@@ -140,7 +140,7 @@ def _is_tensors(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _rules(family: Family, mask: Any, length: int) -> dict[str, MaskFunction]:
+def _rules(family: Family, mask: Any, embeds: Tensor) -> dict[str, MaskFunction]:
     """Mask functions that a plain causal mask with the layer's window does not express, by layer kind."""
     if mask is None or isinstance(mask, Tensor) and mask.dim() == 2:
         return {}
@@ -148,14 +148,14 @@ def _rules(family: Family, mask: Any, length: int) -> dict[str, MaskFunction]:
     by_kind = {kind: rule for kind, rule in by_kind.items() if rule is not None}
     if not all(isinstance(rule, RecordedMask) for rule in by_kind.values()):
         raise UnsupportedModelError(f"{family.name}: it builds its attention mask outside transformers' mask interface")
-    if all(looks_back_only(rule, length) for rule in by_kind.values()):
+    if all(looks_back_only(rule, embeds.shape[1], embeds.device) for rule in by_kind.values()):
         return {}
     return by_kind
 
 
-def looks_back_only(rule: MaskFunction, length: int, tile: int = 1024) -> bool:
+def looks_back_only(rule: MaskFunction, length: int, device: torch.device, tile: int = 1024) -> bool:
     """Whether no query sees a later key, so that causal attention with the layer's own window is the same."""
-    index = torch.arange(length)
+    index = torch.arange(length, device=device)
     for start in range(0, length, tile):
         rows = index[start : start + tile, None]
         if bool((evaluate(rule, rows, index[None]) & (index[None] > rows)).any()):

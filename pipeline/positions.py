@@ -27,13 +27,15 @@ def pack(parts: Seq[Tensor]) -> Tensor:
     return torch.cat(list(parts), dim=-1)
 
 
-def legal_edges(rules: Mapping[str, MaskFunction], length: int, tile: int = 1024) -> Tensor:
+def legal_edges(
+    rules: Mapping[str, MaskFunction], length: int, device: torch.device, tile: int = 1024
+) -> Tensor:
     """Where a chunk may end: bool [T + 1], true at i when no token before i sees token i or later.
 
     A chunk that ended inside a two-way span would leave its first part blind for the rest of the span.
     """
-    index = torch.arange(length)
-    reach = torch.zeros(length, dtype=torch.long)
+    index = torch.arange(length, device=device)
+    reach = torch.zeros(length, dtype=torch.long, device=device)
     for rule in rules.values():
         for start in range(0, length, tile):
             rows = index[start : start + tile, None]
@@ -41,5 +43,5 @@ def legal_edges(rules: Mapping[str, MaskFunction], length: int, tile: int = 1024
             furthest = torch.where(seen, index[None], -1).amax(dim=1)
             reach[start : start + tile] = torch.maximum(reach[start : start + tile], furthest)
     edges = torch.ones(length + 1, dtype=torch.bool)
-    edges[1:] = reach.cummax(0).values < index + 1
+    edges[1:] = (reach.cummax(0).values <= index).cpu()
     return edges

@@ -1,0 +1,135 @@
+"""The checkpoint's own towers, in micro-batches of media of several requests.
+
+A micro-batch concatenates the processor's tensors along their first axis and calls the model's own feature function
+once. Nothing is padded: only requests whose tensors differ in the first axis alone share a call. The output is split
+back by counting rows, and keeps the container (tensor, tuple or list) that the composite model expects.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmprefill.encoders.families import Family
+from mmprefill.errors import PlaceholderError
+from mmprefill.types import Prepared
+
+_SPLITTABLE = frozenset({"last_hidden_state", "pooler_output", "deepstack_features", "hidden_states", "attentions"})
+
+
+@dataclass(frozen=True)
+class MediaInputs:
+    """What one medium's feature function takes for one request.
+
+    Attributes:
+        medium: "image" or "video".
+        tensors: the processor's tensors that the feature function consumes.
+        rows: placeholder tokens of this medium in the request, i.e. rows the tower must make.
+    """
+
+    medium: str
+    tensors: Mapping[str, Tensor]
+    rows: int
+
+    @property
+    def patches(self) -> int:
+        """Work, in units that grow with the pixels: rows of flat patches, or pixels over 14 x 14."""
+        pixels = next(t for name, t in self.tensors.items() if name.startswith("pixel_values"))
+        return int(pixels.shape[0]) if pixels.dim() == 2 else max(1, pixels.numel() // (3 * 14 * 14))
+
+    @property
+    def shape_key(self) -> tuple[Any, ...]:
+        """Equal for media that may share a call: all but the first axis."""
+        return (self.medium, *((name, t.dtype, *t.shape[1:]) for name, t in sorted(self.tensors.items())))
+
+
+def media_inputs(family: Family, prepared: Prepared) -> Iterator[MediaInputs]:
+    """The media of a request, one entry per medium that it has.
+
+    Raises:
+        PlaceholderError: if pictures were given to a prompt without a placeholder for them.
+    """
+    for medium in family.features:
+        tensors = {name: t for name, t in prepared.inputs.items() if name in family.takes(medium)}
+        if not any(name.startswith("pixel_values") for name in tensors):
+            continue
+        rows = int((prepared.input_ids == family.placeholders[medium]).sum())
+        if rows == 0:
+            raise PlaceholderError(f"request {prepared.id!r}: {medium}s were given but the prompt has no place for them")
+        yield MediaInputs(medium, tensors, rows)
+
+
+def micro_batches(inputs: Seq[MediaInputs], budget: int) -> Iterator[list[int]]:
+    """Indices of `inputs` that share a call, at most `budget` patches each; a larger item goes alone."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for index, item in enumerate(inputs):
+        groups.setdefault(item.shape_key, []).append(index)
+    for group in groups.values():
+        batch: list[int] = []
+        for index in group:
+            if batch and sum(inputs[i].patches for i in [*batch, index]) > budget:
+                yield batch
+                batch = []
+            batch.append(index)
+        yield batch
+
+
+def encode(family: Family, batch: Seq[MediaInputs]) -> list[Any]:
+    """Run one micro-batch through the tower; returns one feature output per item.
+
+    All items have the same `shape_key`. Runs on the lane that owns the tower.
+    """
+    function = family.features[batch[0].medium]
+    joined = {name: torch.cat([item.tensors[name] for item in batch]) for name in batch[0].tensors}
+    output = function(**{name: _placed(family, tensor) for name, tensor in joined.items()}, return_dict=True)
+    if len(batch) == 1:
+        return [output]
+    parts = split(output, [item.rows for item in batch])
+    return parts if parts is not None else [encode(family, [item])[0] for item in batch]
+
+
+def _placed(family: Family, tensor: Tensor) -> Tensor:
+    """On the tower's device; pixels in its dtype, grids and sizes as they are."""
+    return tensor.to(family.device, family.dtype if tensor.is_floating_point() else None)
+
+
+def split(output: Any, rows: Seq[int]) -> list[Any] | None:
+    """A feature output of several requests, cut after the given numbers of rows; None if it has parts we cannot cut."""
+    fields = {name: value for name, value in output.items() if value is not None}
+    pooled = fields.get("pooler_output")
+    if pooled is None or not set(fields) <= _SPLITTABLE:
+        return None
+    cuts = _cuts(pooled, rows)
+    deep = fields.get("deepstack_features")
+    if cuts is None or (deep is not None and any(len(level) != len(pooled) for level in deep)):
+        return None
+    parts = []
+    for start, stop in cuts:
+        part = copy.copy(output)
+        for name in fields:
+            part[name] = None
+        part["pooler_output"] = pooled[start:stop]
+        if deep is not None:
+            part["deepstack_features"] = [level[start:stop] for level in deep]
+        parts.append(part)
+    return parts
+
+
+def _cuts(pooled: Any, rows: Seq[int]) -> list[tuple[int, int]] | None:
+    """Ranges of entries (axis 0 of a tensor, items of a list) that make up the given numbers of rows."""
+    sizes = [int(entry.numel() // entry.shape[-1]) for entry in pooled]
+    cuts, start = [], 0
+    for wanted in rows:
+        stop, made = start, 0
+        while stop < len(sizes) and made < wanted:
+            made, stop = made + sizes[stop], stop + 1
+        if made != wanted:
+            return None
+        cuts.append((start, stop))
+        start = stop
+    return cuts if start == len(sizes) else None

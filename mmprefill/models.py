@@ -1,0 +1,146 @@
+"""Checkpoint -> ModelBundle: model, processor and identity, from a folder or the hub."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from mmprefill.errors import ModelError, UnsupportedModelError
+
+DTYPES: dict[str, Any] = {
+    "auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+    "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
+}  # fmt: skip
+BUNDLED = Path(__file__).parent / "assets" / "shapes-vlm"
+
+
+@dataclass(frozen=True)
+class ModelBundle:
+    """A loaded checkpoint.
+
+    Attributes:
+        model: the composite model, in eval mode, without gradients.
+        processor: the checkpoint's own processor.
+        source: the folder or hub id that it came from.
+        revision: the hub revision asked for, if any.
+    """
+
+    model: Any
+    processor: Any
+    source: str
+    revision: str | None = None
+
+    @property
+    def context(self) -> int:
+        """Most tokens that the decoder's positions allow."""
+        return int(self.model.config.get_text_config(decoder=True).max_position_embeddings)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of the loaded weights (names, shapes, dtypes and values), hex."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    @cached_property
+    def processor_digest(self) -> str:
+        """Digest of everything that the processor's settings say, hex."""
+        settings = self.processor.to_json_string() if hasattr(self.processor, "to_json_string") else repr(self.processor)
+        template = str(getattr(self.processor, "chat_template", ""))
+        return hashlib.blake2b(f"{len(settings)}:{settings}{template}".encode(), digest_size=16).hexdigest()
+
+
+def load(
+    source: str | Path | None = None,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
+    token: str | None = None,
+    processor_kwargs: dict[str, Any] | None = None,
+) -> ModelBundle:
+    """Load a checkpoint; no code from it is ever run.
+
+    Args:
+        source: a folder, a hub id, or None for the model that ships in the package.
+        device: where to put it; the first CUDA device if there is one, else the CPU.
+        dtype: "auto" (the checkpoint's), "bf16", "fp16" or "fp32".
+        revision: branch, tag or commit on the hub.
+        token: hub token for gated checkpoints.
+        processor_kwargs: handed to the checkpoint's processor (`max_pixels=...`, `do_image_splitting=...`).
+
+    Raises:
+        ModelError: if it cannot be found, reached or read.
+        UnsupportedModelError: if transformers has no class for it without running its own code.
+    """
+    name = str(source) if source is not None else str(BUNDLED)
+    where: dict[str, Any] = {"revision": revision, "token": token, "trust_remote_code": False}
+    _check_config(name, where)
+    try:
+        processor = AutoProcessor.from_pretrained(name, **where, **(processor_kwargs or {}))
+        model = AutoModelForImageTextToText.from_pretrained(
+            name, dtype=_dtype(dtype), use_safetensors=True, attn_implementation=None, **where
+        )
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        raise ModelError(f"cannot load {name!r}: {_first_line(error)}") from error
+    _check_sizes(name, processor)
+    chosen = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = model.to(chosen).eval().requires_grad_(False)
+    return ModelBundle(model, processor, name, revision)
+
+
+def _dtype(dtype: str | torch.dtype) -> Any:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)} or a torch.dtype, got {dtype!r}")
+    return DTYPES[dtype]
+
+
+def _check_config(name: str, where: dict[str, Any]) -> None:
+    """Refuse early, and with the reason, what transformers cannot load as it is."""
+    if Path(name).exists() and not (Path(name) / "config.json").is_file():
+        raise ModelError(f"{name!r} holds no config.json; pass the folder of a Hugging Face checkpoint")
+    try:
+        raw, _ = AutoConfig.get_config_dict(name, **where) if hasattr(AutoConfig, "get_config_dict") else _raw(name, where)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{name!r} is not a local folder, and the hub could not be reached or does not know it: {_first_line(error)}. "
+            "Download the checkpoint first and pass its folder, or check the name, revision and token"
+        ) from error
+    kind = raw.get("model_type")
+    if kind in CONFIG_MAPPING:
+        return
+    if raw.get("auto_map"):
+        raise UnsupportedModelError(
+            f"{name!r} needs trust_remote_code: its model type {kind!r} is defined by code inside the checkpoint, which is "
+            "never run here. Use a checkpoint converted to a class of transformers"
+        )
+    raise UnsupportedModelError(f"{name!r}: transformers has no model type {kind!r}")
+
+
+def _raw(name: str, where: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    from transformers import PreTrainedConfig
+
+    found: tuple[dict[str, Any], Any] = PreTrainedConfig.get_config_dict(name, **where)
+    return found
+
+
+def _check_sizes(name: str, processor: Any) -> None:
+    size = getattr(getattr(processor, "image_processor", None), "size", None) or {}
+    shortest, longest = (size.get(edge) for edge in ("shortest_edge", "longest_edge"))
+    if shortest and longest and shortest > longest:
+        raise ModelError(f"{name!r}: the image processor's smallest size {shortest} is above its largest {longest}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,108 @@
+"""Prefiller: the engine for code that does not await. Works anywhere, also in a notebook whose loop is running."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Iterator, Sequence as Seq
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mmprefill.config import PrefillConfig
+from mmprefill.engine import AsyncPrefiller, Outcome
+from mmprefill.models import ModelBundle
+from mmprefill.results import PrefillResult, Session
+from mmprefill.types import Choice, Generation
+
+T = TypeVar("T")
+
+
+class Prefiller:
+    """Blocking twin of `AsyncPrefiller`; close it, or use it in a `with` block.
+
+    Args:
+        bundle: a loaded checkpoint (`from_pretrained` loads one).
+        config: limits and batch sizes.
+    """
+
+    def __init__(self, bundle: ModelBundle, config: PrefillConfig | None = None) -> None:
+        self._engine = AsyncPrefiller(bundle, config)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path | None = None,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        revision: str | None = None,
+        token: str | None = None,
+        processor_kwargs: dict[str, Any] | None = None,
+        config: PrefillConfig | None = None,
+    ) -> Prefiller:
+        """Load a checkpoint (no argument: the bundled model); see `mmprefill.models.load` for the arguments."""
+        engine = AsyncPrefiller.from_pretrained(
+            source, device=device, dtype=dtype, revision=revision, token=token,
+            processor_kwargs=processor_kwargs, config=config,
+        )  # fmt: skip
+        prefiller = cls.__new__(cls)
+        prefiller._engine = engine
+        return prefiller
+
+    @property
+    def session(self) -> Session:
+        """The model, its route and its lane."""
+        return self._engine.session
+
+    def prefill(self, prompt: Any, **fields: Any) -> PrefillResult:
+        """Prefill one request: a string with `images=[...]`, chat messages, `Rendered`, token ids, or a `Request`."""
+        return self._wait(self._engine.prefill(prompt, **fields))
+
+    def prefill_many(self, requests: Iterable[Any]) -> list[Outcome]:
+        """Prefill requests together; results in order, a failed one as its exception."""
+        return self._wait(self._engine.prefill_many(requests))
+
+    def stream(self, requests: Iterable[Any]) -> Iterator[Outcome]:
+        """Results in order while requests are still drawn from an iterator; a failed one is its exception."""
+        results = self._engine.stream(requests)
+        while True:
+            try:
+                yield self._wait(anext(results))
+            except StopAsyncIteration:
+                return
+
+    def score(self, prompt: Any, choices: Seq[str], **fields: Any) -> list[Choice]:
+        """Log-probability of each choice as the continuation of the prompt."""
+        return self._wait(self._engine.score(prompt, choices, **fields))
+
+    def embed(self, prompt: Any, *, pooling: str | None = "last", layer: int = -1, **fields: Any) -> Tensor:
+        """Hidden states of a layer: pooled to [D] ("last", "mean"), or [T, D] with pooling=None."""
+        return self._wait(self._engine.embed(prompt, pooling=pooling, layer=layer, **fields))
+
+    def generate(self, prompt: Any, max_new_tokens: int = 64, **fields: Any) -> Generation:
+        """Prefill, then continue with transformers' `generate`."""
+        return self._wait(self._engine.generate(prompt, max_new_tokens, **fields))
+
+    def generate_many(self, requests: Iterable[Any], max_new_tokens: int = 64) -> list[Generation | BaseException]:
+        """Prefill requests together and decode the emitted caches together, greedily; equal to each alone."""
+        return self._wait(self._engine.generate_many(requests, max_new_tokens))
+
+    def resume(self, source: Any) -> PrefillResult:
+        """An artefact (its path, or the handle of `mmprefill.load`) as a result again; nothing is recomputed."""
+        return self._engine.resume(source)
+
+    def close(self) -> None:
+        """Finish what was admitted and end every thread."""
+        self._engine.close()
+
+    def __enter__(self) -> Prefiller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a short coroutine on the engine's own loop, whatever loop the caller is in."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._engine._loop).result()
