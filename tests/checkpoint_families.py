@@ -602,7 +602,7 @@ MISTRAL_TEMPLATE = """\
 
 @recipe
 def mistral3() -> Recipe:
-    """Mistral 3: a Pixtral tower at the picture's own shape, a mark after each row, 2 to 16 tokens."""
+    """Mistral 3: a Pixtral tower at the picture's own shape, a mark after each row; 1 to 16 rows."""
     roles = ["[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]
     tokenizer = byte_level(
         ["<unk>", "<s>", "</s>", *roles, "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"],
