@@ -198,7 +198,7 @@ KIMI_TEMPLATE = """\
 
 @recipe
 def kimi_k25() -> Recipe:
-    """Kimi K2.5 on DeepSeek 3: latent attention (the cache holds 16 + 16 wide latents), experts; 1 to 24 tokens a picture."""
+    """Kimi K2.5 on DeepSeek 3: latent attention (the cache holds latents of 16 + 16), experts; 1 to 24 tokens."""
     turns = ["[BOS]", "[EOS]", "[PAD]", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>"]
     marks = ["<|im_end|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>"]
     media = {"image_token": "<|media_pad|>", "video_token": "<|kimi_k25_video_placeholder|>"}
