@@ -184,7 +184,7 @@ _DEPTHS = {"L;2": _Depth(255 / 3), "L;4": _Depth(255 / 15), "RGB;16B": _Depth(1 
 
 def _depth(picture: Image.Image) -> _Depth:
     tiles = getattr(picture, "tile", None)
-    args = tiles[0][3] if tiles else None
+    args: Any = tiles[0][3] if tiles else None
     return _DEPTHS.get(args[0] if isinstance(args, tuple) and args else args, _Depth())
 
 
@@ -231,9 +231,9 @@ def _pil_to_rgb(picture: Image.Image, depth: _Depth, background: RGB) -> U8:
 def _matches_key(samples: NDArray[Any], key: Any, scale: float) -> NDArray[np.bool_] | None:
     """[H, W] where samples have the transparent colour of a tRNS chunk or a GIF; None without one. 0 is a colour."""
     if samples.ndim == 2 and isinstance(key, int):
-        return np.equal(samples, bool(key) if samples.dtype == np.bool_ else int(key * scale))
+        return np.asarray(samples == (bool(key) if samples.dtype == np.bool_ else int(key * scale)))
     if samples.ndim == 3 and isinstance(key, tuple) and len(key) == samples.shape[2]:
-        return np.all(samples == [int(value * scale) for value in key], axis=2)
+        return np.asarray((samples == [int(value * scale) for value in key]).all(axis=2))
     return None
 
 
@@ -257,9 +257,8 @@ def _from_array(array: Any, layout: Layout, limits: MediaLimits) -> U8:
         )
     extent = dict(zip(layout, map(int, array.shape), strict=True))
     if extent.get("C", 1) not in (1, 3, 4):
-        raise MediaError(
-            f"{extent['C']} channels in layout {layout}; 1, 3 or 4 are accepted, and Pixels(array, layout) states another"
-        )
+        found = f"{extent['C']} channels in layout {layout}"
+        raise MediaError(f"{found}; 1, 3 or 4 are accepted, and Pixels(array, layout) states another layout")
     formats.check_size((extent["W"], extent["H"]), limits)
     host = _to_host(array)
     image = _to_bytes(host.transpose(1, 2, 0) if layout == "CHW" else host)
@@ -292,7 +291,8 @@ def _to_bytes(samples: NDArray[Any]) -> U8:
     low, high = samples.min(), samples.max()
     if not (low >= 0 and high <= 1):  # NaN fails too
         raise MediaError(f"float samples of {low:g}..{high:g}; they must lie in [0, 1]")
-    return np.rint(samples.astype(np.promote_types(samples.dtype, np.float32)) * 255).astype(np.uint8)
+    wide = samples.astype(np.promote_types(samples.dtype, np.float32))
+    return np.asarray(np.rint(wide * 255), dtype=np.uint8)
 
 
 def _to_rgb(image: U8, background: RGB) -> U8:

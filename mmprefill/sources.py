@@ -10,6 +10,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
@@ -155,13 +156,13 @@ def _read_path(path: str, limits: MediaLimits, *, missing: str) -> bytes:
 def _read_resolved(path: str, limits: MediaLimits) -> bytes:
     """Content of a regular file under the allowed roots; what is checked is the open file, not only its name."""
     _check_root(path, limits)
-    _check_regular(os.stat(path))  # before opening, since a device may act on being opened
+    _check_regular(Path(path).stat())  # before opening, since a device may act on being opened
     descriptor = os.open(path, _OPEN_FLAGS)
-    with open(descriptor, "rb", buffering=0) as file:
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
         opened = os.fstat(descriptor)
         _check_regular(opened)
         # a folder on the way may have been swapped for a link between the check and the opening
-        if os.path.realpath(path) != path or not os.path.samestat(os.stat(path), opened):
+        if os.path.realpath(path) != path or not os.path.samestat(Path(path).stat(), opened):
             raise MediaForbiddenError("the file was replaced while it was opened")
         formats.check_bytes(opened.st_size, limits)
         return _read_all(file, limits)
