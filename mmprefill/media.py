@@ -163,12 +163,12 @@ def _decode(data: bytes, limits: MediaLimits) -> U8:
 
 def _from_pil(shared: Image.Image, limits: MediaLimits) -> U8:
     formats.check_raster(shared.format, shared.size, limits)
-    with exclusive(shared), formats.reading(f"PIL image {shared.size}, {shared.mode}"):
+    with exclusive(shared), formats.reading("PIL image"):
         depth = _depth(shared)
         shared.load()
         orientation = _orientation(shared)
         mine = shared.copy()  # converting a palette with transparency writes to the palette
-    with formats.reading(f"PIL image {shared.size}, {shared.mode}"):
+    with formats.reading("PIL image"):
         return _oriented(_pil_to_rgb(mine, depth, limits.background), orientation)
 
 
@@ -218,7 +218,9 @@ def _oriented(image_HWC: U8, orientation: int) -> U8:
 def _pil_to_rgb(picture: Image.Image, depth: _Depth, background: RGB) -> U8:
     """[H, W, 3] of a loaded image, whose palette may be written to."""
     if picture.mode in _WITH_ALPHA:
-        return _to_rgb(np.asarray(picture.convert("RGBA")), background)
+        # Pillow has no direct way from La to RGBA
+        straight = picture.convert("LA") if picture.mode == "La" else picture
+        return _to_rgb(np.asarray(straight.convert("RGBA")), background)
     if picture.mode not in _WITHOUT_ALPHA:
         return np.asarray(picture.convert("RGB"))
     samples = np.asarray(picture)
