@@ -169,16 +169,18 @@ def parse_url(url: str) -> Target:
         raise MediaError(f"a URL of {len(url)} characters; at most {_MAX_URL} are accepted")
     if any(ord(c) <= 0x20 or ord(c) == 0x7F for c in url):
         raise MediaError("the URL has white space or control characters in it")
+    scheme = url.partition(":")[0].lower()
+    if scheme not in _DEFAULT_PORTS:
+        raise MediaForbiddenError(f"scheme {scheme[:20]!r} is not accepted; http and https are")
     try:
         parts = urlsplit(url)
-        scheme, port = parts.scheme, parts.port
-        host = _normal_host(parts.hostname or "")
+        if "@" in parts.netloc:
+            raise MediaForbiddenError("a URL with a user name or password is not accepted")
+        host, port = _normal_host(parts.hostname or ""), parts.port
+    except MediaError:
+        raise
     except ValueError as error:
         raise MediaError(f"not a valid URL: {error}") from error
-    if scheme not in _DEFAULT_PORTS:
-        raise MediaForbiddenError(f"scheme {scheme!r} is not accepted; http and https are")
-    if "@" in parts.netloc:
-        raise MediaForbiddenError("a URL with a user name or password is not accepted")
     query = f"?{parts.query}" if parts.query else ""
     resource = quote((parts.path or "/") + query, safe="/?:@!$&'()*+,;=~%[]-._")
     return Target(scheme, host, _DEFAULT_PORTS[scheme] if port is None else port, resource)
