@@ -8,7 +8,7 @@ which runs the mechanism once on the model itself.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,16 @@ class Family:
         """Device of the decoder's embeddings."""
         device: torch.device = self.model.get_input_embeddings().weight.device
         return device
+
+
+def objection(model_class: type, kinds: Sequence[str]) -> str:
+    """Why a model with layers of these kinds cannot be packed, as far as its class and config tell; "" if it may."""
+    strange = sorted(set(kinds) - PACKABLE)
+    if strange:
+        return f"layers of kind {', '.join(strange)} mix along the row"
+    if "mm_encoder_outputs" not in inspect.signature(model_class.forward).parameters:  # type: ignore[attr-defined]
+        return "its forward takes no encoded media (mm_encoder_outputs)"
+    return ""
 
 
 def describe(model: nn.Module) -> Family:

@@ -49,7 +49,7 @@ class AsyncPrefiller:
         self._lanes = Lanes.on(self.family.device)
         route = self._lanes.prefill.call(choose_route, self.family)
         self.session = Session(bundle, self.family, route, self._lanes.prefill)
-        self._intake = Intake(bundle.processor, self.family.placeholders, self.config, bundle.context)
+        self.intake = Intake(bundle.processor, self.family.placeholders, self.config, bundle.context)
         self._host = ThreadPoolExecutor(
             self.config.intake_threads, thread_name_prefix="mmprefill-intake", initializer=keep_to_one_core
         )
@@ -93,7 +93,7 @@ class AsyncPrefiller:
             return self._emit(done, encoded)
 
     async def _prepare(self, request: Request) -> Prepared:
-        return await self._loop.run_in_executor(self._host, self._intake.prepare, request)
+        return await self._loop.run_in_executor(self._host, self.intake.prepare, request)
 
     def _merge(self, prepared: Prepared, encoded: Mapping[str, Encoded[Any]]) -> Prefill:
         taken = {medium: each.take() for medium, each in encoded.items()}
@@ -119,6 +119,7 @@ class AsyncPrefiller:
             spans=media_spans(self.family, prepared, encoded),
             seconds={"intake": prepared.seconds, "prefill": time.perf_counter() - started},
             route="generic",
+            attention="model",
         )
 
     def _emit(self, done: Prefill, encoded: Mapping[str, Encoded[Any]]) -> PrefillResult:
@@ -137,6 +138,7 @@ class AsyncPrefiller:
             media=sequence.prepared.media,
             spans=media_spans(self.family, sequence.prepared, encoded),
             seconds={"intake": sequence.prepared.seconds, **done.seconds},
+            attention="spans" if sequence.rules else "causal",
         )
 
     # The verbs.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmprefill.config import PrefillConfig
+from mmprefill.encoders.text import Intake
 from mmprefill.engine import AsyncPrefiller, Outcome
 from mmprefill.models import ModelBundle
 from mmprefill.results import PrefillResult, Session
@@ -56,6 +57,11 @@ class Prefiller:
         """The model, its route and its lane."""
         return self._engine.session
 
+    @property
+    def intake(self) -> Intake:
+        """Media, template and processor: what turns a request into tensors."""
+        return self._engine.intake
+
     def prefill(self, prompt: Any, **fields: Any) -> PrefillResult:
         """Prefill one request: a string with `images=[...]`, chat messages, `Rendered`, token ids, or a `Request`."""
         return self._wait(self._engine.prefill(prompt, **fields))
@@ -88,6 +94,10 @@ class Prefiller:
     def generate_many(self, requests: Iterable[Any], max_new_tokens: int = 64) -> list[Generation | BaseException]:
         """Prefill requests together and decode the emitted caches together, greedily; equal to each alone."""
         return self._wait(self._engine.generate_many(requests, max_new_tokens))
+
+    def decode_many(self, outcomes: Seq[Outcome], max_new_tokens: int = 64) -> list[Generation | BaseException]:
+        """Decode results together, greedily; exceptions among them stay where they are."""
+        return self._engine.decode_many(outcomes, max_new_tokens)
 
     def resume(self, source: Any) -> PrefillResult:
         """An artefact (its path, or the handle of `mmprefill.load`) as a result again; nothing is recomputed."""

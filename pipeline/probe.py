@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmprefill.encoders.families import PACKABLE, Family
+from mmprefill.encoders.families import Family, objection
 from mmprefill.errors import UnsupportedModelError
 from mmprefill.pipeline import attention
 from mmprefill.pipeline.kv_cache import LayerPlan, SequenceKV, StepCache
@@ -58,9 +58,9 @@ def choose_route(family: Family) -> Route:
     Leaves the packed attention installed on the decoder's config only if the route is packed.
     """
     plan = LayerPlan.of(family.text_config)
-    strange = sorted(set(plan.kinds) - PACKABLE)
-    if strange:
-        return Route(None, f"layers of kind {', '.join(strange)} mix along the row")
+    against = objection(type(family.model), plan.kinds)
+    if against:
+        return Route(None, against)
     if any(getattr(m, "attn_temperature_tuning", False) and not m.use_rope for m in family.decoder.modules()):
         return Route(None, "some layers scale queries by their row index")
     before = family.decoder.config._attn_implementation

@@ -1,0 +1,240 @@
+"""The `mmprefill` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence as Seq
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmprefill.errors import MMPrefillError
+
+if TYPE_CHECKING:
+    from mmprefill.prefiller import Prefiller
+
+EPILOG = """examples:
+  mmprefill run "What is in this picture?" --image cat.jpg --generate 32
+  mmprefill run --model Qwen/Qwen2.5-VL-3B-Instruct --requests requests.jsonl --json
+  mmprefill verify path/to/checkpoint
+"""
+
+
+def main(argv: Seq[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except (MMPrefillError, OSError, ValueError) as error:
+        print(f"mmprefill: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mmprefill", description=__import__("mmprefill").__doc__.splitlines()[0], epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_verify(commands)
+    _add_models(commands)
+    return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
+    if positional:
+        parser.add_argument("model", nargs="?", help="folder or hub id; default: the bundled model")
+    else:
+        parser.add_argument("--model", help="folder or hub id; default: the bundled model")
+    parser.add_argument("--device", help="torch device; default: the first GPU, else the CPU")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bf16", "fp16", "fp32"], help="default: the checkpoint's")
+    parser.add_argument("--revision", help="branch, tag or commit on the hub")
+    parser.add_argument("--token", help="hub token for gated checkpoints")
+
+
+def _add_run(commands: Any) -> None:
+    parser = commands.add_parser("run", help="prefill pictures and a prompt, or a JSONL of requests, and show what came out")
+    parser.add_argument("prompt", nargs="?", help="one user turn; or use --requests")
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; repeat for several")
+    parser.add_argument("--requests", type=Path, metavar="JSONL", help="one request a line: prompt or messages, images, id")
+    parser.add_argument("--generate", type=int, default=0, metavar="N", help="also answer with at most N tokens")
+    parser.add_argument("--top", type=int, default=3, metavar="K", help="most probable next tokens to show (default 3)")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write each KV cache there as ID.kv.safetensors")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    _add_model_options(parser)
+    parser.set_defaults(run=_run)
+
+
+def _add_verify(commands: Any) -> None:
+    parser = commands.add_parser(
+        "verify", help="compare every path with plain transformers on a checkpoint; exit code 1 if one is out of bounds"
+    )
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="pictures to use instead of made-up ones")
+    parser.add_argument("--tokens", type=int, default=16, metavar="N", help="length of the greedy continuations (default 16)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], metavar="N", help="torch threads to repeat with")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    _add_model_options(parser, positional=True)
+    parser.set_defaults(run=_verify)
+
+
+def _add_models(commands: Any) -> None:
+    parser = commands.add_parser("models", help="which families are packed, generic or refused, and why")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    _add_model_options(parser, positional=True)
+    parser.set_defaults(run=_models)
+
+
+def _open(arguments: argparse.Namespace, dtype: str | None = None) -> Prefiller:
+    """Load the model that the options name."""
+    from mmprefill.prefiller import Prefiller
+
+    _quiet_transformers()
+    return Prefiller.from_pretrained(
+        arguments.model,
+        device=arguments.device,
+        dtype=dtype or arguments.dtype,
+        revision=arguments.revision,
+        token=arguments.token,
+    )
+
+
+def _quiet_transformers() -> None:
+    """Its progress bars and advice would tear the tables; errors still come through."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
+# run
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from mmprefill.report import failure_record, result_record, show_results
+
+    requests = list(_requests(arguments))
+    failed = 0
+    with _open(arguments) as prefiller:
+        outcomes = prefiller.prefill_many(requests)
+        answers = prefiller.decode_many(outcomes, arguments.generate) if arguments.generate else [None] * len(outcomes)
+        records = []
+        for request, outcome, answer in zip(requests, outcomes, answers, strict=True):
+            if isinstance(outcome, BaseException):
+                failed += 1
+                records.append(failure_record(request, outcome))
+                continue
+            saved = _save(arguments.save, outcome) if arguments.save else None
+            records.append(result_record(outcome, answer, arguments.top, saved))
+        if arguments.json:
+            for record in records:
+                print(json.dumps(record))
+        else:
+            show_results(prefiller, records)
+    return 1 if failed else 0
+
+
+def _save(folder: Path, result: Any) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "".join(c if c.isalnum() or c in "-_." else "_" for c in result.id)
+    return str(result.save(folder / f"{name}.kv.safetensors"))
+
+
+def _requests(arguments: argparse.Namespace) -> Iterator[Any]:
+    from mmprefill.types import Request
+
+    if arguments.requests is None and arguments.prompt is None:
+        raise ValueError("give a prompt or --requests FILE; see mmprefill run --help")
+    if arguments.requests is None:
+        yield Request(prompt=arguments.prompt, images=arguments.image)
+        return
+    if arguments.prompt is not None or arguments.image:
+        raise ValueError("give either a prompt with --image, or --requests")
+    yield from read_requests(arguments.requests)
+
+
+def read_requests(path: Path) -> Iterator[Any]:
+    """Requests of a JSONL file; picture paths are relative to it.
+
+    Raises:
+        ValueError: naming the line that is not a request.
+    """
+    from mmprefill.types import Request
+
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+            known = {key: fields[key] for key in ("id", "prompt", "messages", "input_ids", "images", "videos") if key in fields}
+            known["images"] = [_relative(path.parent, source) for source in known.get("images", ())]
+            yield Request(**known)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}: not a request: {error}") from error
+
+
+def _relative(folder: Path, source: Any) -> Any:
+    if not isinstance(source, str) or "://" in source or source.startswith("data:"):
+        return source
+    beside = folder / source
+    return beside if beside.exists() else source
+
+
+# verify and models
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from mmprefill.models import load
+    from mmprefill.report import show_report
+    from mmprefill.verify import sample_requests, verify
+
+    with _open(arguments) as prefiller:
+        half = str(prefiller.session.family.dtype) != "torch.float32"
+        fp32 = load(arguments.model, device=arguments.device, dtype="fp32", revision=arguments.revision, token=arguments.token) if half else None
+        report = verify(
+            prefiller,
+            fp32=fp32,
+            requests=sample_requests(prefiller, arguments.image) if arguments.image else None,
+            new_tokens=arguments.tokens,
+            threads=arguments.threads,
+            on_progress=lambda what: print(f"mmprefill: running {what} ...", file=sys.stderr),
+        )
+    show_report(report, as_json=arguments.json)
+    return 0 if report.passed else 1
+
+
+def _models(arguments: argparse.Namespace) -> int:
+    from mmprefill.report import show_entries
+
+    if arguments.model is not None:
+        from mmprefill.catalogue import Entry
+
+        with _open(arguments) as prefiller:
+            session = prefiller.session
+            path = "packed" if session.route.packed else "generic"
+            show_entries([Entry(session.family.name, path, session.route.reason)], as_json=arguments.json)
+        return 0
+    from mmprefill.catalogue import entries, families
+
+    _quiet_transformers()
+    found = []
+    for entry in entries():
+        found.append(entry)
+        if sys.stderr.isatty():
+            print(f"\rlooking at {len(found)} of {len(families())} families", end="", file=sys.stderr)
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+    show_entries(found, as_json=arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
