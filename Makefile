@@ -1,0 +1,49 @@
+# Every target works as the first command in a fresh clone; `setup` runs again only when its inputs change.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.ready
+SOURCES := mmprefill encoders pipeline
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check lint types bench gpu-check clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## virtual environment with everything that the other targets need
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("transformers 5.24 needs Python 3.11: make PYTHON=python3.11 ...")'
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "setup: installing into $(VENV) (torch is large: minutes, once)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@ && echo "setup: ready"
+
+run: $(STAMP)  ## the main job on samples/
+	@$(VENV)/bin/mmprefill run --samples
+
+test: $(STAMP)  ## the tests
+	@$(PY) -m pytest
+
+check: lint types  ## ruff, and mypy --strict on the built wheel
+
+lint: $(STAMP)
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+types: $(STAMP)  # on the wheel, apart from the checkout: an editable install hides the mapped folders from mypy
+	@rm -rf build/types build/lib build/bdist.* && mkdir -p build/types
+	@$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/types .
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target build/types/site build/types/*.whl
+	@cd build/types/site && $(CURDIR)/$(PY) -m mypy --config-file $(CURDIR)/pyproject.toml \
+		--cache-dir $(CURDIR)/.mypy_cache -p mmprefill -p mmprefill.encoders -p mmprefill.pipeline
+
+bench: $(STAMP)  ## packed against transformers, one by one and padded, on this machine
+	@$(PY) benchmarks/gpu_check.py --only throughput --device cpu
+
+gpu-check:  ## everything that needs CUDA, in the environment at hand: PYTHON=... chooses it
+	@$(PYTHON) benchmarks/gpu_check.py
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

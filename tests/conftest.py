@@ -1,0 +1,34 @@
+"""Every test starts from, and leaves behind, the same process: no network, one torch thread, no global changed."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+
+import socket
+
+import pytest
+import torch
+from PIL import Image, ImageFile
+
+
+def pytest_configure():
+    torch.set_num_threads(1)  # tiny models: a second thread costs more than it does, and tests stay reproducible
+
+
+def process_globals():
+    return {
+        "torch threads": torch.get_num_threads(),
+        "torch default dtype": torch.get_default_dtype(),
+        "torch gradients": torch.is_grad_enabled(),
+        "Pillow's pixel limit": Image.MAX_IMAGE_PIXELS,
+        "Pillow's truncated files": ImageFile.LOAD_TRUNCATED_IMAGES,
+        "socket timeout": socket.getdefaulttimeout(),
+        "folder": os.getcwd(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def globals_unchanged():
+    before = process_globals()
+    yield
+    assert process_globals() == before
