@@ -22,7 +22,7 @@ _HOMES = {
     "Prefiller": "prefiller",
     "Rendered": "types",
     "Request": "types",
-    "load": "artefact",
+    "load": "pipeline.kv_store",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 

@@ -66,6 +66,7 @@ class PrefillResult:
         spans: per media item the runs of its placeholder tokens, as (start, end).
         seconds: time by stage.
         route: "packed" or "generic".
+        attention: "causal", "spans" (media spans that attend both ways) or "model" (the model's own forward decided).
     """
 
     id: str
@@ -81,6 +82,7 @@ class PrefillResult:
     spans: tuple[tuple[tuple[int, int], ...], ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     route: str = "packed"
+    attention: str = "causal"
 
     @cached_property
     def cache(self) -> Any:
