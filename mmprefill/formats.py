@@ -7,10 +7,11 @@ neither that limit nor the warning filters can be changed for one thread.
 from __future__ import annotations
 
 import io
+import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from PIL import (
     BmpImagePlugin,
@@ -35,7 +36,18 @@ except ImportError:  # Pillow before 11.3
 else:
     _HAS_AVIF = bool(features.check("avif"))
 
-_MAX_READS = 500_000  # of Pillow on one file, about a second; real files of 64 MiB take tens of thousands
+# Bounds on what costs time without making the picture larger; real files stay far below each.
+_MAX_OPEN_READS = 50_000  # each segment or chunk before the raster takes a few
+_MAX_LOAD_READS = 100_000  # the raster of a 64 MiB PNG takes about 25,000
+_MAX_BMP_READS = 5_000_000  # some per run of a run-length encoded BMP; about five seconds
+_MAX_SEGMENTS = 10_000  # of a JPEG
+_MAX_SCANS = 100  # of a progressive JPEG, each a pass over all pixels; encoders write about ten
+_MAX_BLOCKS = 500_000  # of a GIF, each up to 255 bytes
+_MAX_PROFILES = 8  # of a PNG, each up to 1 MB when unpacked; more than one is an error already
+
+_ORIENTATION = 0x0112
+_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
+_XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 _TILE_WIDTH, _TILE_LENGTH = 322, 323  # TIFF tags
 
 
@@ -68,13 +80,47 @@ def open_picture(data: bytes, limits: MediaLimits) -> ImageFile.ImageFile:
         _check_frames(survey.frames, limits)
         if survey.size is not None:
             check_raster(name, survey.size, limits)
-        picture = FORMATS[name].open(_MeteredFile(data))
+        file = _MeteredFile(data)
+        picture = FORMATS[name].open(file)
         check_raster(name, picture.size, limits)
+        file.reads_left = _MAX_BMP_READS if name == "BMP" else _MAX_LOAD_READS
         if isinstance(picture, TiffImagePlugin.TiffImageFile):
             _check_tile(picture, limits)
         elif not isinstance(picture, GifImagePlugin.GifImageFile):  # would count by seeking; surveyed above
             _check_frames(getattr(picture, "n_frames", 1), limits)
     return picture
+
+
+def read_orientation(info: Mapping[Any, Any]) -> int:
+    """EXIF orientation, 1 to 8, from the `info` of a picture; 1 where there is none or it is damaged.
+
+    Reads one tag, with XMP's as second choice, as Pillow does; Pillow reads all tags, and warns of damage in any.
+    """
+    exif, profile = info.get("exif"), info.get("Raw profile type exif")
+    try:
+        if exif is None and isinstance(profile, str):  # written by ImageMagick
+            exif = bytes.fromhex("".join(profile.split("\n")[3:]))
+        value = _find_orientation(exif) if isinstance(exif, bytes) else None
+    except (struct.error, ValueError):
+        value = None
+    if value is None:
+        xmp = info.get("XML:com.adobe.xmp") or info.get("xmp") or b""
+        match = _XMP_ORIENTATION.search(xmp.encode() if isinstance(xmp, str) else xmp)
+        value = int(match[1]) if match else 1
+    return value if 1 <= value <= 8 else 1
+
+
+def _find_orientation(exif: bytes) -> int | None:
+    data = re.sub(rb"^(Exif\0\0){1,2}", b"", exif)
+    order = ">" if data[:2] == b"MM" else "<"
+    (start,) = struct.unpack_from(order + "I", data, 4)
+    (count,) = struct.unpack_from(order + "H", data, start)
+    for entry in range(start + 2, start + 2 + 12 * count, 12):
+        tag, kind, values = struct.unpack_from(order + "HHI", data, entry)
+        if tag == _ORIENTATION and values == 1 and kind in (1, 3, 4):
+            (value,) = struct.unpack_from(order + {1: "B", 3: "H", 4: "I"}[kind], data, entry + 8)
+            return int(value)
+    return None
 
 
 @contextmanager
@@ -133,15 +179,25 @@ def _check_tile(picture: TiffImagePlugin.TiffImageFile, limits: MediaLimits) -> 
 
 
 class _MeteredFile(io.BytesIO):
-    """Ends a file that is chopped into absurdly many segments: Pillow handles each one in Python, and keeps some."""
+    """Ends files that are chopped into absurdly many parts, or whose parts overlap: Pillow copies each in Python."""
 
-    reads = 0
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.reads_left = _MAX_OPEN_READS
+        self._bytes_left = 8 * len(data) + 2**20
 
     def read(self, size: int | None = -1, /) -> bytes:
-        self.reads += 1
-        if self.reads > _MAX_READS:
-            raise MediaLimitError(f"more than {_MAX_READS} segments or chunks in one file")
-        return super().read(size)
+        data = super().read(size)
+        self.reads_left -= 1
+        self._bytes_left -= len(data)
+        if self.reads_left < 0 or self._bytes_left < 0:
+            raise MediaLimitError("too many segments, chunks or overlapping parts in one file")
+        return data
+
+
+class _Jpeg(JpegImagePlugin.JpegImageFile):
+    def _read_dpi_from_exif(self) -> None:
+        """Nothing: Pillow would read all of EXIF for a resolution that nobody asks for, and warn of damage there."""
 
 
 def sniff(data: bytes) -> str | None:
@@ -191,11 +247,34 @@ def _single(_data: bytes, _most: int) -> _Survey:
     return _Survey(1)
 
 
+def _survey_jpeg(data: bytes, _most: int) -> _Survey:
+    position, scans = 2, 0
+    for _ in range(_MAX_SEGMENTS):
+        marker = _MARKER.search(data, position)
+        if marker is None or marker[0] == b"\xff\xd9":
+            return _Survey(1)
+        scans += marker[0] == b"\xff\xda"
+        if scans > _MAX_SCANS:
+            raise MediaLimitError(f"more than {_MAX_SCANS} JPEG scans")
+        position = marker.end()
+        if marker[0] not in (b"\xff\x01", b"\xff\xd8"):  # these two have no length
+            position += int.from_bytes(data[position : position + 2], "big")
+    raise MediaLimitError(f"more than {_MAX_SEGMENTS} JPEG segments")
+
+
+def _survey_png(data: bytes, _most: int) -> _Survey:
+    if data.count(b"iCCP") > _MAX_PROFILES:
+        raise MediaLimitError(f"more than {_MAX_PROFILES} colour profiles")
+    return _Survey(1)
+
+
 def _survey_gif(data: bytes, most: int) -> _Survey:
     """Frames, and the first one's canvas: Pillow widens the screen to hold the frame, and may fill it on opening."""
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     position, frames = 13 + _colour_table(flags), 0
-    while frames <= most and position < len(data) and data[position] != 0x3B:
+    for _ in range(_MAX_BLOCKS):
+        if frames > most or position >= len(data) or data[position] == 0x3B:
+            return _Survey(frames, (width, height))
         if data[position] == 0x2C:
             x, y, w, h, flags = struct.unpack_from("<HHHHB", data, position + 1)
             if frames == 0:
@@ -204,7 +283,7 @@ def _survey_gif(data: bytes, most: int) -> _Survey:
             position = _after_blocks(data, position + 11 + _colour_table(flags))
         else:
             position = _after_blocks(data, position + 2) if data[position] == 0x21 else position + 1
-    return _Survey(frames, (width, height))
+    raise MediaLimitError(f"more than {_MAX_BLOCKS} GIF blocks")
 
 
 def _colour_table(flags: int) -> int:
@@ -212,9 +291,11 @@ def _colour_table(flags: int) -> int:
 
 
 def _after_blocks(data: bytes, position: int) -> int:
-    while position < len(data) and data[position]:
+    for _ in range(_MAX_BLOCKS):
+        if position >= len(data) or not data[position]:
+            return position + 1
         position += 1 + data[position]
-    return position + 1
+    raise MediaLimitError(f"more than {_MAX_BLOCKS} GIF blocks")
 
 
 def _survey_tiff(data: bytes, most: int) -> _Survey:
@@ -250,9 +331,9 @@ def _survey_webp(data: bytes, _most: int) -> _Survey:
 
 
 FORMATS: dict[str, _Format] = {
-    # JpegImageFile, not the factory: it would look for further pictures of an MPO
-    "JPEG": _Format(lambda head: head.startswith(b"\xff\xd8\xff"), _single, JpegImagePlugin.JpegImageFile),
-    "PNG": _Format(lambda head: head.startswith(b"\x89PNG\r\n\x1a\n"), _single, PngImagePlugin.PngImageFile),
+    # not Pillow's JPEG factory, which would look for further pictures of an MPO
+    "JPEG": _Format(lambda head: head.startswith(b"\xff\xd8\xff"), _survey_jpeg, _Jpeg),
+    "PNG": _Format(lambda head: head.startswith(b"\x89PNG\r\n\x1a\n"), _survey_png, PngImagePlugin.PngImageFile),
     "GIF": _Format(lambda head: head[:6] in (b"GIF87a", b"GIF89a"), _survey_gif, GifImagePlugin.GifImageFile),
     "TIFF": _Format(
         lambda head: head[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), _survey_tiff, TiffImagePlugin.TiffImageFile

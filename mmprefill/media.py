@@ -158,7 +158,8 @@ def _decode(data: bytes, limits: MediaLimits) -> U8:
         with formats.reading(what):
             depth = _depth(picture)
             picture.load()
-            return _oriented(_pil_to_rgb(picture, depth, limits.background), _orientation(picture))
+            # a TIFF is turned by its plugin, which leaves no orientation behind
+            return _oriented(_pil_to_rgb(picture, depth, limits.background), formats.read_orientation(picture.info))
 
 
 def _from_pil(shared: Image.Image, limits: MediaLimits) -> U8:

@@ -138,11 +138,42 @@ def test_exif_orientation_from_every_entry(tmp_path, value, format):
             source.close()
 
 
-def test_damaged_exif_is_ignored():
-    """Broken EXIF is no reason to refuse sound pixels."""
-    pixels = noise(4, 4)
-    data = encoded(Image.fromarray(pixels), exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
-    assert np.array_equal(rgb(data), pixels)
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize(
+    "exif",
+    [
+        b"Exif\0\0II*\0\xff\xff\xff\xff",
+        b"Exif\0\0MM",
+        b"Exif\0\0",
+        b"Exif\0\0II*\0\x08\0\0\0\xff\xff" + b"\x0f\1\7\0\xff\xff\xff\x7f\0\0\0\0" * 9,
+        b"Exif\0\0II*\0\x08\0\0\0\1\0\x12\1\3\0\1\0\0\0\x09\0\0\0\0\0\0\0",
+    ],
+)
+def test_damaged_exif_is_ignored(format, exif):
+    """Broken EXIF is no reason to refuse sound pixels, nor to warn."""
+    image = Image.fromarray(noise(4, 5))
+    assert np.array_equal(rgb(encoded(image, format, exif=exif)), rgb(encoded(image, format)))
+
+
+def test_orientation_where_others_write_it():
+    """Orientation in big-endian EXIF, in XMP and in ImageMagick's text chunk counts as in Pillow."""
+    image = Image.fromarray(noise(4, 6))
+    exif = b"Exif\0\0MM\0*\0\0\0\x08\0\1\1\x12\0\3\0\0\0\1\0\6\0\0\0\0\0\0"
+    xmp = b'<rdf:Description tiff:Orientation="6"/>'
+    text = b"Raw profile type exif\0\nexif\n  32\n" + exif.hex().encode()
+    rows = b"".join(b"\0" + row.tobytes() for row in noise(4, 6))
+    for data in (
+        encoded(image, exif=exif),
+        encoded(image, "JPEG", exif=exif),
+        encoded(image, "JPEG", xmp=xmp),
+        encoded(image, "WEBP", lossless=True, xmp=xmp),
+        png(6, 4, raw=rows, before=png_chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp)),
+        png(6, 4, raw=rows, before=png_chunk(b"tEXt", text)),
+    ):
+        lazy = Image.open(io.BytesIO(data))
+        expected = np.asarray(ImageOps.exif_transpose(lazy).convert("RGB"))
+        assert expected.shape == (6, 4, 3)
+        assert np.array_equal(rgb(data), expected)
 
 
 @pytest.mark.parametrize("format", ["PNG", "BMP", "TIFF", "PPM", "GIF", "WEBP", "JPEG", "AVIF"])
@@ -949,10 +980,22 @@ def test_files_of_a_million_segments():
     for data in (
         b"\xff\xd8" + b"\xff\xe1\0\2" * 300_000,
         b"\xff\xd8\xff" + b"\xff\xd0\xff\xe1\0\2" * 300_000,
-        png(2, 2, before=png_chunk(b"tEXt", b"") * 300_000),
+        png(2, 2, before=png_chunk(b"tEXt", b"k\0") * 300_000),
+        png(2, 2, raw=bytes(14), before=png_chunk(b"iCCP", b"k\0\0" + zlib.compress(bytes(900_000))) * 300),
+        gif_frames(1)[:-2] + b"\1\0" * 1_000_000,
+        b"GIF89a\2\0\2\0\0\0\0" + b"!\xff\0" * 1_000_000,
     ):
         with pytest.raises(MediaError):
             rgb(data)
+
+
+def test_jpeg_scans_are_limited():
+    """A progressive JPEG whose last scan is repeated a thousand times is refused; each would pass over all pixels."""
+    data = encoded(Image.new("RGB", (64, 64)), "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    assert rgb(data).shape == (64, 64, 3)
+    with pytest.raises(MediaLimitError, match="scans"):
+        rgb(data[:last] + data[last:-2] * 1000 + data[-2:])
 
 
 @pytest.mark.parametrize("kind", [b"zTXt", b"iTXt", b"iCCP"])
