@@ -203,7 +203,7 @@ class AsyncPrefiller:
         """An artefact (its path, or the handle of `mmprefill.load`) as a result again; nothing is recomputed."""
         from mmprefill.pipeline import kv_store
 
-        return kv_store.resume(self.session, source)
+        return PrefillResult(session=self.session, **kv_store.resume(self.session, source))
 
     # Life cycle.
 

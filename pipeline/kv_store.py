@@ -469,8 +469,8 @@ def _restore_recurrent(layer: Any, j: int, states: Mapping[str, Tensor]) -> None
 # Back into an engine.
 
 
-def resume(session: Session, source: str | Path | Artefact) -> PrefillResult:
-    """An artefact as a result of a running engine, nothing recomputed.
+def resume(session: Session, source: str | Path | Artefact) -> dict[str, Any]:
+    """An artefact as the fields of a `PrefillResult` in a running engine (all but `session`), nothing recomputed.
 
     Raises:
         ArtefactError: if it is damaged, or was made by another model, config, dtype or processor; says what differs.
@@ -483,26 +483,23 @@ def resume(session: Session, source: str | Path | Artefact) -> PrefillResult:
     return session.lane.call(_resumed, session, artefact)
 
 
-def _resumed(session: Session, artefact: Artefact) -> PrefillResult:
-    from mmprefill.results import PrefillResult  # results imports this package
-
+def _resumed(session: Session, artefact: Artefact) -> dict[str, Any]:
     started = time.perf_counter()
     manifest, device, packed = artefact.manifest, session.family.device, session.route.packed
-    return PrefillResult(
-        id=manifest.id,
-        token_ids=torch.tensor(manifest.token_ids),
-        positions=artefact.positions.clone(),
-        next_position=manifest.positions.next,
-        next_token_logits=_copy(artefact.next_token_logits, device),
-        emitted=_sequence(artefact, device) if packed else artefact.cache(device),
-        session=session,
-        hidden_states={layer: _copy(states, device) for layer, states in artefact.hidden_states.items()},
-        media=tuple(MediaItem(m.medium, bytes.fromhex(m.digest), m.size, m.frames) for m in manifest.media),
-        spans=tuple(m.spans for m in manifest.media),
-        seconds={"load": time.perf_counter() - started},
-        route="packed" if packed else "generic",
-        attention=manifest.attention,
-    )
+    return {
+        "id": manifest.id,
+        "token_ids": torch.tensor(manifest.token_ids),
+        "positions": artefact.positions.clone(),
+        "next_position": manifest.positions.next,
+        "next_token_logits": _copy(artefact.next_token_logits, device),
+        "emitted": _sequence(artefact, device) if packed else artefact.cache(device),
+        "hidden_states": {layer: _copy(states, device) for layer, states in artefact.hidden_states.items()},
+        "media": tuple(MediaItem(m.medium, bytes.fromhex(m.digest), m.size, m.frames) for m in manifest.media),
+        "spans": tuple(m.spans for m in manifest.media),
+        "seconds": {"load": time.perf_counter() - started},
+        "route": "packed" if packed else "generic",
+        "attention": manifest.attention,
+    }
 
 
 def _sequence(artefact: Artefact, device: torch.device) -> SequenceKV:

@@ -8,6 +8,7 @@ what can be derived (tensor names, shapes, row counts, both digests) is derived 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -343,8 +344,11 @@ def _build(hint: Any, value: Any, where: str) -> Any:
     raise ValueError(f"{where} cannot be {_short(value)}")
 
 
+_hints = functools.cache(get_type_hints)  # slow, and asked for once per record
+
+
 def _record(hint: Any, value: Any, where: str) -> Any:
-    hints = get_type_hints(hint)
+    hints = _hints(hint)
     if type(value) is not dict or value.keys() != hints.keys():
         wrong = value.keys() ^ hints.keys() if type(value) is dict else type(value).__name__
         raise ValueError(f"{where}: fields missing or unknown: {_short(wrong)}")
