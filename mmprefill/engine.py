@@ -82,15 +82,21 @@ class AsyncPrefiller:
     # The flow.
 
     async def _serve(self, request: Request) -> PrefillResult:
+        clock = Clock()
         async with self._door:
+            clock.lap("queued")
             with self._prefill.expecting():
                 prepared = await self._prepare(request)
+                clock.lap("intake")
                 encoded = await self._vision.encode(prepared)
+                clock.lap("vision")
                 if self._prefill.plan is None:
-                    return await self._serve_generic(prepared, encoded)
+                    return await self._serve_generic(prepared, encoded, clock)
                 merged = await self._lanes.text.run(self._merge, prepared, encoded)
+                clock.lap("merge")
             done = await self._prefill.run(merged)
-            return self._emit(done, encoded)
+            clock.lap("prefill")
+            return self._emit(done, encoded, clock)
 
     async def _prepare(self, request: Request) -> Prepared:
         return await self._loop.run_in_executor(self._host, self.intake.prepare, request)
@@ -99,12 +105,14 @@ class AsyncPrefiller:
         taken = {medium: each.take() for medium, each in encoded.items()}
         return Prefill.start(merge.merge(self.family, prepared, taken))
 
-    async def _serve_generic(self, prepared: Prepared, encoded: Mapping[str, Encoded[Any]]) -> PrefillResult:
+    async def _serve_generic(
+        self, prepared: Prepared, encoded: Mapping[str, Encoded[Any]], clock: Clock
+    ) -> PrefillResult:
         def run() -> generic.GenericOutput:
             return generic.run(self.family, prepared, {medium: each.take() for medium, each in encoded.items()})
 
-        started = time.perf_counter()
         output = (await self._lanes.prefill.run(run)).take()
+        clock.lap("prefill")
         return PrefillResult(
             id=prepared.id,
             token_ids=prepared.input_ids,
@@ -117,12 +125,12 @@ class AsyncPrefiller:
             hidden_states=output.hidden,
             media=prepared.media,
             spans=media_spans(self.family, prepared, encoded),
-            seconds={"intake": prepared.seconds, "prefill": time.perf_counter() - started},
+            seconds=clock.laps,
             route="generic",
             attention="model",
         )
 
-    def _emit(self, done: Prefill, encoded: Mapping[str, Encoded[Any]]) -> PrefillResult:
+    def _emit(self, done: Prefill, encoded: Mapping[str, Encoded[Any]], clock: Clock) -> PrefillResult:
         sequence = done.sequence
         logits = torch.cat(done.logits)
         return PrefillResult(
@@ -137,9 +145,14 @@ class AsyncPrefiller:
             hidden_states={layer: torch.cat(parts) for layer, parts in done.hidden.items()},
             media=sequence.prepared.media,
             spans=media_spans(self.family, sequence.prepared, encoded),
-            seconds={"intake": sequence.prepared.seconds, **done.seconds},
+            seconds=clock.laps,
             attention="spans" if sequence.rules else "causal",
         )
+
+    def encode_alone(self, prepared: Prepared) -> dict[str, Encoded[Any]]:
+        """Feature outputs of one request's media, at once; on the lane's thread only."""
+        inputs = vision.media_inputs(self.family, prepared)
+        return {each.medium: Encoded(vision.encode(self.family, [each])[0]) for each in inputs}
 
     # The verbs.
 
@@ -156,7 +169,7 @@ class AsyncPrefiller:
         waiting: list[Future[PrefillResult]] = []
         try:
             async for request in _drawn(requests):
-                waiting.append(self._submit(self._serve(as_request(request))))
+                waiting.append(self.submit(self._serve(as_request(request))))
                 if len(waiting) >= self.config.max_waiting:
                     yield await _outcome(waiting.pop(0))
             while waiting:
@@ -238,14 +251,28 @@ class AsyncPrefiller:
     async def _serve_all(self, requests: Seq[Request]) -> list[Outcome]:
         return await asyncio.gather(*map(self._serve, requests), return_exceptions=True)
 
-    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine on the engine's own loop, whatever loop or thread the caller is in."""
         if self._closed:
             coroutine.close()
             raise EngineClosedError("the engine is closed")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(self._submit(coroutine))
+        return await asyncio.wrap_future(self.submit(coroutine))
+
+
+class Clock:
+    """Seconds by stage, one after another."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        """The time since the last lap belongs to `stage`."""
+        now = time.perf_counter()
+        self.laps[stage], self._last = now - self._last, now
 
 
 def as_request(prompt: Any, **fields: Any) -> Request:

@@ -92,6 +92,8 @@ def load(
         )
     except (OSError, ValueError, TypeError, ImportError) as error:
         raise ModelError(f"cannot load {name!r}: {_first_line(error)}") from error
+    for option in ("min_pixels", "max_pixels"):  # the sizes hold them now; a tokenizer's options go to every call
+        getattr(processor.tokenizer, "init_kwargs", {}).pop(option, None)
     _check_sizes(name, processor)
     chosen = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = model.to(chosen).eval().requires_grad_(False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine, Iterable, Iterator, Sequence as Seq
 from pathlib import Path
 from typing import Any, TypeVar
@@ -114,5 +113,4 @@ class Prefiller:
         self.close()
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a short coroutine on the engine's own loop, whatever loop the caller is in."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._engine._loop).result()
+        return self._engine.submit(coroutine).result()

@@ -74,6 +74,7 @@ class MediaItem:
     size: tuple[int, int]  # height, width of the decoded picture
     frames: int = 1
     source: str = ""
+    runs: tuple[tuple[int, int], ...] = ()  # [start, end) of its placeholder tokens; empty where that cannot be known
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Prepared:
 
     Attributes:
         inputs: what the processor returned, every tensor with a leading batch axis of 1 where it has one.
-        media: pictures and videos in the order of their placeholders, per medium.
+        media: pictures, then videos, each in the order of their placeholders.
         seconds: time that intake took.
     """
 

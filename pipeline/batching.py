@@ -7,7 +7,6 @@ and wakes the owners. While a batch runs the next one gathers.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -129,13 +128,10 @@ class PrefillQueue(_Worker):
         waiting = Waiting(prefill, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self.wake()
-        started = time.perf_counter()
         try:
-            done = await waiting.future
+            return await waiting.future
         finally:
             self._waiting = [each for each in self._waiting if each is not waiting]
-        done.seconds["prefill"] = time.perf_counter() - started
-        return done
 
     async def _turn(self) -> bool:
         assert self.plan is not None

@@ -32,14 +32,12 @@ class Prefill:
         kv: what it has stored so far; `kv.length` tokens are done.
         hidden: wanted hidden states, layer -> chunks of [n, D].
         logits: rows [n, V] of the last position, or of every chunk where all were asked.
-        seconds: time by stage.
     """
 
     sequence: Sequence
     kv: SequenceKV
     hidden: dict[int, list[Tensor]] = field(default_factory=dict)
     logits: list[Tensor] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def start(cls, sequence: Sequence) -> Prefill:

@@ -1,0 +1,162 @@
+"""The engine: failures stay with their request, any loop may call it, and it ends cleanly."""
+
+import asyncio
+import threading
+
+import checkpoints
+import pytest
+import torch
+from transformers import DynamicCache
+
+from mmprefill import AsyncPrefiller, Prefiller, Rendered, Request
+from mmprefill.errors import EngineClosedError, MediaError, PromptTooLongError, RequestError
+from mmprefill.results import PrefillResult, unwrap
+
+
+@pytest.fixture
+def prefiller():
+    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached("smolvlm"), dtype="fp32") as prefiller:
+        yield prefiller
+
+
+def test_one_bad_request_fails_alone(prefiller):
+    """A broken picture, an over-long prompt and a wrong message fail in place; the rest come out as if alone."""
+    good = Request(prompt="what is it?", images=[checkpoints.picture(1)])
+    outcomes = prefiller.prefill_many(
+        [
+            good,
+            Request(prompt="broken", images=[b"not a picture"]),
+            Request(prompt="word " * 20_000),
+            Request(messages=[{"role": "user", "content": [{"type": "sound"}]}]),
+            Request(prompt="fine"),
+        ]
+    )
+    assert [type(outcome) for outcome in outcomes[1:4]] == [MediaError, PromptTooLongError, RequestError]
+    assert torch.allclose(unwrap(outcomes[0]).next_token_logits, prefiller.prefill(good).next_token_logits, atol=1e-4)
+    assert isinstance(outcomes[4], PrefillResult)
+
+
+def test_a_failing_item_does_not_take_its_batch_along(prefiller, monkeypatch):
+    """When one picture of a vision micro-batch breaks the tower, only its request fails."""
+    family = prefiller.session.family
+    original = family.features["image"]
+
+    def fragile(pixel_values, **arguments):
+        if (pixel_values < -0.99).all(dim=(1, 2, 3, 4)).any():
+            raise RuntimeError("the tower broke")
+        return original(pixel_values=pixel_values, **arguments)
+
+    monkeypatch.setitem(family.features, "image", fragile)
+    black = checkpoints.picture(1).point(lambda _: 0)
+    outcomes = prefiller.prefill_many(
+        [Request(prompt="a", images=[checkpoints.picture(i) if i != 2 else black]) for i in range(4)]
+    )
+    assert [isinstance(outcome, RuntimeError) for outcome in outcomes] == [False, False, True, False]
+
+
+def test_the_emitted_cache_belongs_to_its_user(prefiller):
+    """Generating, and growing the handed-out cache, leave the stored KV bit-identical."""
+    result = prefiller.prefill("keep me", images=[checkpoints.picture(2)])
+    before = {layer: (k.clone(), v.clone()) for layer, (k, v) in result.emitted.layers.items()}
+    first = result.generate(6)
+    cache = result.cache
+    assert isinstance(cache, DynamicCache)
+    prefiller.session.family.model.generate(
+        input_ids=torch.cat([result.token_ids, torch.tensor([first.token_ids[0]])])[None],
+        cache=cache, max_new_tokens=4, do_sample=False,
+    )  # fmt: skip
+    assert result.generate(6) == first
+    for layer, (k, v) in result.emitted.layers.items():
+        assert torch.equal(k, before[layer][0])
+        assert torch.equal(v, before[layer][1])
+
+
+def test_generate_samples_like_transformers(prefiller):
+    """Sampling arguments act from the first new token on: the same seed gives transformers' own tokens."""
+    request = Request(prompt="sample", images=[checkpoints.picture(3)])
+    result = prefiller.prefill(request)
+    arguments = {"do_sample": True, "temperature": 0.7, "top_k": 20}
+    torch.manual_seed(3)
+    ours = result.generate(12, **arguments)
+    torch.manual_seed(3)
+    inputs = prefiller.intake.prepare(request).inputs
+    theirs = prefiller.session.family.model.generate(**inputs, max_new_tokens=12, **arguments)
+    assert list(ours.token_ids) == theirs[0, len(result.token_ids) :].tolist()
+
+
+def test_blocking_inside_a_running_loop(prefiller):
+    """The blocking prefiller works where a loop already runs, as in a notebook."""
+
+    async def cell():
+        return prefiller.prefill("from a notebook")
+
+    assert isinstance(asyncio.run(cell()), PrefillResult)
+
+
+def test_two_engines_and_two_loops():
+    """Two engines in one process, one of them used from two threads with a loop each: equal results."""
+    with checkpoints.quiet():
+        engine = AsyncPrefiller.from_pretrained(checkpoints.cached("smolvlm"), dtype="fp32")
+        other = Prefiller.from_pretrained(checkpoints.cached("qwen2_5_vl"), dtype="fp32")
+    results = {}
+
+    def use(name):
+        results[name] = asyncio.run(engine.prefill("the same", images=[checkpoints.picture(1)])).next_token_logits
+
+    threads = [threading.Thread(target=use, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    other.prefill("meanwhile")
+    for thread in threads:
+        thread.join()
+    assert torch.allclose(results[0], results[1], atol=1e-5)
+    other.close()
+    asyncio.run(engine.aclose())
+
+
+def test_closing_ends_every_thread():
+    """After `close` no thread of the engine is left, later calls fail at once, and closing again is harmless."""
+    before = set(threading.enumerate())
+    with checkpoints.quiet():
+        prefiller = Prefiller.from_pretrained(checkpoints.cached("smolvlm"))
+    prefiller.prefill("one")
+    prefiller.close()
+    prefiller.close()
+    assert set(threading.enumerate()) <= before
+    with pytest.raises(EngineClosedError):
+        prefiller.prefill("two")
+
+
+def test_stream_keeps_order_and_draws_lazily(prefiller):
+    """Results come in the order of the requests, drawn from an iterator while earlier ones run."""
+    requests = (Request(prompt=f"number {i}", id=str(i)) for i in range(20))
+    assert [unwrap(outcome).id for outcome in prefiller.stream(requests)] == [str(i) for i in range(20)]
+
+
+def test_cancelling_leaves_nothing_behind(prefiller):
+    """A caller that leaves takes its request out of every queue."""
+    engine = prefiller._engine
+
+    async def leave():
+        tasks = [
+            asyncio.ensure_future(engine.prefill("gone", images=[checkpoints.picture(i, (300, 300))])) for i in range(8)
+        ]
+        await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert any(isinstance(outcome, asyncio.CancelledError) for outcome in asyncio.run(leave()))
+    prefiller.prefill("still alive")
+    assert engine._vision._waiting == []
+    assert engine._prefill._waiting == []
+    assert engine._prefill._upstream == 0
+
+
+def test_requests_say_what_they_are():
+    """A request takes exactly one of prompt, messages and input_ids."""
+    with pytest.raises(ValueError, match="exactly one"):
+        Request(prompt="a", messages=[])
+    with pytest.raises(ValueError, match="exactly one"):
+        Request()
+    assert Request(prompt=Rendered("<image>")).id != Request(prompt="x").id

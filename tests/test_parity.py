@@ -1,0 +1,175 @@
+"""Every path against plain transformers, on a tiny checkpoint of every family."""
+
+import random
+
+import checkpoints
+import pytest
+import torch
+
+from mmprefill import Prefiller, Request
+from mmprefill.pipeline.prefill import Chunk, Prefill, run_step
+from mmprefill.results import unwrap
+from mmprefill.verify import attention, reference, sample_requests, verify
+
+FAMILIES = list(checkpoints.FAMILIES)
+EVERY = FAMILIES + list(checkpoints.GENERIC)
+FIRST = ("smolvlm", "qwen3_vl", "gemma3")  # 1-D positions, M-RoPE with deepstack, two-way spans with windows
+
+
+@pytest.fixture(params=EVERY)
+def prefiller(request):
+    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(request.param), dtype="fp32") as prefiller:
+        yield prefiller
+
+
+@pytest.fixture(params=FIRST)
+def first(request):
+    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(request.param), dtype="fp32") as prefiller:
+        yield prefiller
+
+
+def prepared_requests(prefiller):
+    """Three requests that every family's processor takes."""
+    picture = checkpoints.picture
+    if prefiller.intake.has_template:
+        requests = [
+            Request(prompt="a cat on a mat", images=[picture(1)]),
+            Request(prompt="only words here"),
+            Request(prompt="two of them, side by side", images=[picture(2), picture(3)]),
+        ]
+    else:
+        requests = [Request(prompt=f"describe {i}", images=[picture(i)]) for i in range(3)]
+    return requests
+
+
+def plain(prefiller, request, tokens=8):
+    with attention(prefiller.session.family.model, "sdpa"):
+        return reference(prefiller.session.family.model, prefiller.intake.prepare(request), tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_families_are_packed(family):
+    """A family whose layers are all attention takes the packed path, found by the probe and not by name."""
+    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(family)) as prefiller:
+        assert prefiller.session.route.packed, prefiller.session.route.reason
+
+
+@pytest.mark.parametrize("family", list(checkpoints.GENERIC))
+def test_hybrids_are_generic(family):
+    """A family with layers that mix along the row takes the generic path, with the reason."""
+    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(family)) as prefiller:
+        assert not prefiller.session.route.packed
+        assert "mix along the row" in prefiller.session.route.reason
+
+
+def test_every_path_equals_transformers(prefiller):
+    """Alone, packed with others and shuffled: logits and KV within 1e-4, greedy continuations of 16 tokens identical."""
+    report = verify(prefiller, threads=(1,))
+    for row in report.rows:
+        assert row.logits.max <= 1e-4, row
+        assert row.kv.max <= 1e-4, row
+        assert row.greedy == row.requests, row
+
+
+def test_decoding_together_equals_alone(prefiller):
+    """`generate_many` gives each request the tokens that transformers' `generate` gives it from scratch."""
+    requests = prepared_requests(prefiller)
+    together = prefiller.generate_many(requests, max_new_tokens=8)
+    assert [list(each.token_ids) for each in together] == [plain(prefiller, request).tokens for request in requests]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [1, 7])
+def test_chunked_equals_one_shot(family, size):
+    """Chunks of any size, several sequences at different places: the same KV and logits; none ends in a two-way span."""
+    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(family), dtype="fp32") as prefiller:
+        requests = prepared_requests(prefiller)
+        whole = [unwrap(outcome) for outcome in prefiller.prefill_many(requests)]
+        chunked = prefiller.session.lane.call(prefill_in_chunks, prefiller, requests, size)
+        for one, many in zip(whole, chunked, strict=True):
+            assert (one.next_token_logits - many.logits[-1][-1]).abs().max() <= 1e-4
+            for layer, pair in one.emitted.layers.items():
+                for a, b in zip(pair, many.kv.layers[layer], strict=True):
+                    assert (a - b).abs().max() <= 1e-4
+
+
+def prefill_in_chunks(prefiller, requests, size):
+    """Every sequence in chunks of about `size`, out of step with each other."""
+    engine, draw = prefiller._engine, random.Random(size)
+    merged = []
+    for request in requests:
+        prepared = engine.intake.prepare(request)
+        merged.append(engine._merge(prepared, engine.encode_alone(prepared)))
+    while waiting := [each for each in merged if not each.done]:
+        step = draw.sample(waiting, draw.randint(1, len(waiting)))
+        run_step(engine.family, engine.session.route.plan, [Chunk(each, legal_end(each, size)) for each in step])
+    return merged
+
+
+def legal_end(prefill: Prefill, size: int) -> int:
+    end = min(prefill.kv.length + size, prefill.sequence.length)
+    while prefill.sequence.edges is not None and not prefill.sequence.edges[end]:
+        end += 1
+    return end
+
+
+def test_scores_equal_a_forward_over_prompt_and_choice(first):
+    """Each choice's log-probability equals that of plain transformers run on prompt and choice together."""
+    request = Request(prompt="yes or no?", images=[checkpoints.picture(4)])
+    choices = [" yes", " no, not at all", " x"]
+    scored = first.score(request, choices)
+    model, prepared = first.session.family.model, first.intake.prepare(request)
+    for choice, got in zip(choices, scored, strict=True):
+        ids = first.session.tokenizer(choice, add_special_tokens=False, return_tensors="pt").input_ids
+        inputs = dict(prepared.inputs)
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], ids], 1)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            if name in inputs:
+                inputs[name] = torch.cat([inputs[name], torch.zeros_like(ids)], 1)
+        with attention(model, "sdpa"), torch.no_grad():
+            logprobs = model(**inputs).logits[0].log_softmax(-1)
+        start = len(prepared.input_ids) - 1
+        wanted = [float(logprobs[start + i, token]) for i, token in enumerate(ids[0])]
+        assert got.token_logprobs == pytest.approx(wanted, abs=1e-4)
+        assert got.logprob == pytest.approx(sum(wanted), abs=1e-3)
+
+
+def test_hidden_states_equal_transformers(first):
+    """Hidden states of a layer, and logits of all positions, equal transformers' `output_hidden_states`."""
+    request = Request(prompt="look closely", images=[checkpoints.picture(5)], hidden_states=(0, 1, -1), all_logits=True)
+    result = unwrap(first.prefill_many([Request(prompt="company in the row"), request])[1])
+    model, prepared = first.session.family.model, first.intake.prepare(request)
+    with attention(model, "sdpa"), torch.no_grad():
+        output = model(**prepared.inputs, output_hidden_states=True)
+    for layer in request.hidden_states:
+        assert (result.hidden_states[layer] - output.hidden_states[layer][0]).abs().max() <= 1e-4
+    assert (result.logits - output.logits[0]).abs().max() <= 1e-4
+
+
+def test_embeddings(first):
+    """`embed` pools the last layer over the last token or the mean, or gives every token."""
+    fields = {"images": [checkpoints.picture(6)]}
+    tokens = first.embed("embed me", pooling=None, **fields)
+    assert torch.equal(first.embed("embed me", **fields), tokens[-1])
+    assert torch.allclose(first.embed("embed me", pooling="mean", **fields), tokens.mean(0), atol=1e-6)
+
+
+def test_next_position_under_mrope():
+    """Under M-RoPE the next position is not the token count: a picture takes fewer positions than tokens."""
+    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached("qwen2_5_vl")) as prefiller:
+        result = prefiller.prefill("where am I?", images=[checkpoints.picture(1, (200, 150))])
+        assert result.next_position == int(result.positions.max()) + 1 < len(result.token_ids)
+
+
+def test_plain_forward_beside_a_packed_step(first):
+    """A stock forward of the same model object is untouched by the packed attention that it carries."""
+    request = sample_requests(first)[1]
+    prepared = first.intake.prepare(request)
+    first.prefill(request)
+    model = first.session.family.model
+    with torch.no_grad():
+        ours = model(**prepared.inputs).logits
+        with attention(model, "sdpa"):
+            stock = model(**prepared.inputs).logits
+    assert torch.equal(ours, stock)
