@@ -1,38 +1,38 @@
 """Requests -> token ids and processor tensors, on the host: chat template, placeholders, inert user text.
 
-The checkpoint's own processor does the work, with its defaults untouched. What is added here is provenance: text that
-came from a user is inert, so a control or placeholder token typed into it stays text. Two renamings do that:
-
-1. before the chat template and the processor's expansion run, control tokens inside user text become private-use marks;
-2. when the processor calls its tokenizer, every control token still readable is live. A copy of the tokenizer whose
-   control tokens have unguessable names takes the text with the live ones renamed and the marks turned back.
-
-Text without a control token in it takes neither step and tokenises exactly as transformers does.
+The checkpoint's own processor does the work, with its defaults untouched, on decoded RGB. What is added here is
+provenance (`mmprefill.encoders.inert`), counts per medium before anything is computed, and where each medium's
+placeholders ended up.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import re
+import threading
 import time
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-from tokenizers import Tokenizer
+import torch
 
 from mmprefill.config import PrefillConfig
 from mmprefill.encoders.families import MEDIA
-from mmprefill.errors import MediaError, PlaceholderError, PromptTooLongError, RequestError
+from mmprefill.encoders.inert import Controls, Inert, RenamedTokenizer
+from mmprefill.encoders.media import RequestMedia
+from mmprefill.encoders.messages import Message, checked, parts_of, user_turn
+from mmprefill.encoders.template import Template
+from mmprefill.errors import PlaceholderError, PromptTooLongError, RequestError
 from mmprefill.fetch import Fetcher
-from mmprefill.media import Picture, load_picture
-from mmprefill.types import MediaItem, Prepared, Rendered, Request
+from mmprefill.types import Prepared, Rendered, Request
+
+Sources = Mapping[str, Seq[Any]]  # medium -> its items, in order
 
 _TYPE_IDS = ("mm_token_type_ids", "token_type_ids")
-_SCRATCH = ("<placeholder>", "<|placeholder|>")  # strings that some processors use while they expand
-_PRIVATE = [chr(code) for code in range(0xE000, 0xE100)]
+_NO_SPECIALS = {"add_special_tokens": False}
+# What third-party processors and templates raise on input that they cannot take.
+_REFUSALS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 
 
 class Intake:
@@ -46,11 +46,12 @@ class Intake:
     """
 
     def __init__(self, processor: Any, placeholders: Mapping[str, int], config: PrefillConfig, context: int) -> None:
-        self.processor = processor
-        self.tokenizer = processor.tokenizer
+        self.processor, self.tokenizer = processor, processor.tokenizer
+        self.template = Template(processor)
         self.placeholders = dict(placeholders)
         self.config, self.context = config, context
         self._fetcher = Fetcher(config.media)
+        self._lock = threading.RLock()  # a fast tokenizer raises "Already borrowed" when two threads set it up
 
     def prepare(self, request: Request) -> Prepared:
         """Decode the media, render the prompt and run the processor.
@@ -59,146 +60,165 @@ class Intake:
             RequestError: naming the request and the item.
         """
         started = time.perf_counter()
+        _check_types(request)
         messages = self._messages(request)
-        media = _Media(self, request, messages)
-        if request.input_ids is not None:
-            inputs = self._from_ids(request, media)
-        else:
-            text, inert = self._text(request, messages)
-            self._check_markers(request, text, media)
-            inputs = self._process(request, text, media, inert)
-        prepared = Prepared(request, inputs, media.items, time.perf_counter() - started)
+        sources = _sources(request, messages)
+        ids = None if request.input_ids is None else self._checked_ids(request)
+        if ids is None:
+            text, inert = self._text(request, messages, sources)
+            self._check_counts(request, text, sources)
+        else:  # the processor sees the media alone
+            text, inert = self._media_in_front(request, sources) + "x", None
+        media = RequestMedia.load(request.id, sources, self.config.media, self._fetcher)
+        inputs, counts = self._process(request, text, media, inert)
+        if ids is not None:
+            inputs = self._with_ids(request, inputs, ids)
+        prepared = Prepared(request, inputs, media.items(self._runs(inputs, counts)), time.perf_counter() - started)
         self._check_length(prepared)
         return prepared
 
     # From a request to one string.
 
-    def _messages(self, request: Request) -> Seq[Mapping[str, Any]] | None:
-        """The request as chat messages whose contents are lists of parts; None for a prompt that is used as it stands."""
+    def _messages(self, request: Request) -> tuple[Message, ...]:
+        """The request as messages; none for a prompt that is used as it stands."""
         if request.messages is not None:
-            if request.images or request.videos:
-                raise RequestError(f"request {request.id!r}: put pictures into the messages, not beside them")
-            return [_checked_message(request.id, i, message) for i, message in enumerate(request.messages)]
-        if not isinstance(request.prompt, str) or not self.has_template:
-            return None
-        parts = [{"type": "image", "image": source} for source in request.images]
-        parts += [{"type": "video", "video": frames} for frames in request.videos]
-        return [{"role": "user", "content": [*parts, {"type": "text", "text": request.prompt}]}]
+            return checked(request)
+        return user_turn(request) if isinstance(request.prompt, str) and self.has_template else ()
 
-    def _text(self, request: Request, messages: Seq[Mapping[str, Any]] | None) -> tuple[str, _Inert]:
+    def _text(
+        self, request: Request, messages: Seq[Message], sources: Mapping[str, Seq[Any]]
+    ) -> tuple[str, Inert | None]:
         """The prompt before placeholders are expanded, with the control tokens of user text hidden."""
         if isinstance(request.prompt, Rendered):
-            return request.prompt.text, _Inert(self._controls, [])
-        if messages is None:
-            if request.messages is not None:
-                raise AssertionError("messages are always rendered")
-            inert = _Inert(self._controls, [str(request.prompt)])
-            return inert.hide(str(request.prompt)), inert
-        inert = _Inert(self._controls, [p["text"] for m in messages for p in m["content"] if p["type"] == "text"])
-        hidden = [{**m, "content": [_without_source(p, inert) for p in m["content"]]} for m in messages]
-        return self._render(request.id, hidden), inert
+            return request.prompt.text, None
+        if messages:
+            inert = Inert(self.controls, parts_of(messages, "text"))
+            return self.template.render(request.id, messages, inert), inert
+        prompt = str(request.prompt)
+        inert = Inert(self.controls, [prompt])
+        return self._media_in_front(request, sources) + inert.hide(prompt), inert  # as PaliGemma was trained
 
     @property
     def has_template(self) -> bool:
         """Whether the checkpoint brings a chat template."""
-        return bool(getattr(self.processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None))
+        return bool(self.template)
 
-    def _render(self, name: str, messages: Seq[Mapping[str, Any]]) -> str:
-        if not self.has_template:
-            raise RequestError(
-                f"request {name!r}: this checkpoint has no chat template (chat_template.jinja); pass a plain prompt with "
-                "images=, or apply a template yourself and pass Rendered(text)"
-            )
-        renderer = self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
-        try:
-            text: str = renderer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template raises whatever its author chose
-            raise RequestError(f"request {name!r}: the checkpoint's chat template refused the messages: {error}") from error
-        return text
-
-    # Placeholders.
-
-    @cached_property
+    @property
     def markers(self) -> dict[str, str]:
         """Medium -> the string that stands for one item of it in a prompt that is not expanded yet."""
-        return {medium: marker for medium in MEDIA if (marker := self._marker(medium))}
+        return self.template.markers
 
-    def _marker(self, medium: str) -> str | None:
-        names = ("boi_token", f"{medium}_token") if medium == "image" else (f"{medium}_token",)
-        found = [t for n in names if isinstance(t := getattr(self.processor, n, None) or getattr(self.tokenizer, n, None), str)]
-        if not self.has_template:
-            return found[-1] if found else None
-        message = {"role": "user", "content": [{"type": medium}, {"type": "text", "text": "x"}]}
-        try:
-            text = self._render("template probe", [message])
-        except RequestError:
-            return None
-        return next((marker for marker in found if text.count(marker) == 1), found[-1] if found else None)
+    def _media_in_front(self, request: Request, sources: Sources) -> str:
+        for medium, items in sources.items():
+            self._check_taken(request, medium, items)
+        return "".join(self.markers.get(medium, "") * len(items) for medium, items in sources.items())
 
-    def _check_markers(self, request: Request, text: str, media: _Media) -> None:
-        for medium, given in (("image", len(media.images)), ("video", len(media.videos))):
+    def _check_taken(self, request: Request, medium: str, items: Seq[Any]) -> None:
+        if items and medium not in self.markers:
+            raise PlaceholderError(f"request {request.id!r}: this model takes no {medium}s, {len(items)} given")
+
+    def _check_counts(self, request: Request, text: str, sources: Sources) -> None:
+        for medium, items in sources.items():
+            self._check_taken(request, medium, items)
             marker = self.markers.get(medium)
-            if marker is None:
-                if given:
-                    raise PlaceholderError(f"request {request.id!r}: this model takes no {medium}s, {given} given")
-                continue
-            found = text.count(marker)
-            implicit = found == 0 and not self.has_template  # PaliGemma: the processor adds them itself
-            if found != given and not implicit:
+            found = text.count(marker) if marker else 0
+            if found != len(items):
                 raise PlaceholderError(
-                    f"request {request.id!r}: {found} {medium} placeholder(s) {marker!r} in the prompt, {given} {medium}(s) given"
+                    f"request {request.id!r}: {found} {medium} placeholder(s) {marker!r} in the prompt, "
+                    f"{len(items)} {medium}(s) given"
                 )
+
+    def _runs(self, inputs: Mapping[str, Any], counts: Seq[tuple[str, int]] | None) -> dict[str, list[Any]]:
+        """Medium -> runs of placeholder tokens per item, from how many each got in the order of the prompt."""
+        ids = inputs["input_ids"][0]
+        places = torch.isin(ids, torch.tensor(list(self.placeholders.values()))).nonzero()[:, 0].tolist()
+        if counts is None or sum(count for _, count in counts) != len(places):
+            return {}
+        runs: dict[str, list[Any]] = {medium: [] for medium in MEDIA}
+        start = 0
+        for medium, count in counts:
+            runs[medium].append(tuple(_consecutive(places[start : start + count])))
+            start += count
+        return runs
 
     # The processor.
 
-    def _process(self, request: Request, text: str, media: _Media, inert: _Inert) -> dict[str, Any]:
-        processor = self.processor
-        if inert.used:
-            processor = copy.copy(processor)
-            processor.tokenizer = _InertTokenizer(self.tokenizer, self._renamed, inert)
+    def _process(
+        self, request: Request, text: str, media: RequestMedia, inert: Inert | None
+    ) -> tuple[dict[str, Any], list[tuple[str, int]] | None]:
+        """The processor's tensors, and the number of placeholder tokens of each item in the order of the prompt."""
+        processor = copy.copy(self.processor)
+        processor.tokenizer = _LockedTokenizer(self, inert)
+        bos = self.tokenizer.bos_token  # no second one behind that of a template, as in apply_chat_template
+        options = _NO_SPECIALS if bos and text.startswith(bos) else {}
         try:
-            output = processor(text=[text], return_tensors="pt", **self._specials(text), **media.arguments())
-        except (ValueError, TypeError, IndexError, RuntimeError, ZeroDivisionError) as error:
+            output = processor(
+                text=[text],
+                text_kwargs={**options, "padding": False, "truncation": False, "verbose": False},
+                return_text_replacement_offsets=True,
+                **media.arguments(self.processor),
+            )
+            replaced = output.pop("text_replacement_offsets", None)
+            output.pop("labels", None)
+            output.convert_to_tensors("pt", skip_tensor_conversion=["video_metadata"])
+        except RequestError:
+            raise
+        except _REFUSALS as error:
+            media.blame(self.processor, error)
             raise RequestError(f"request {request.id!r}: the checkpoint's processor refused it: {error}") from error
-        return {name: value for name, value in output.items() if hasattr(value, "shape")}
+        inputs = {name: value for name, value in output.items() if hasattr(value, "shape")}
+        if inputs["input_ids"].numel() == 0:
+            raise RequestError(f"request {request.id!r}: the prompt is empty")
+        return inputs, self._counts(replaced)
 
-    def _specials(self, text: str) -> dict[str, bool]:
-        """No second BOS behind one that a template wrote; as `ProcessorMixin.apply_chat_template` does."""
-        bos = self.tokenizer.bos_token
-        return {"add_special_tokens": False} if bos and text.startswith(bos) else {}
+    def _counts(self, replaced: Any) -> list[tuple[str, int]] | None:
+        if replaced is None:
+            return None
+        names = [self.tokenizer.convert_ids_to_tokens(token) for token in self.placeholders.values()]
+        entries = replaced[0] if replaced else []
+        return [(entry["type"], sum(entry["replacement"].count(name) for name in names)) for entry in entries]
 
-    def _from_ids(self, request: Request, media: _Media) -> dict[str, Any]:
-        """Inputs for ids that are already expanded: pictures through the processor, type ids as it would set them."""
-        import torch
+    # Token ids.
 
-        ids = torch.as_tensor(list(request.input_ids or ()), dtype=torch.long)[None]
-        if ids.numel() == 0:
-            raise RequestError(f"request {request.id!r}: input_ids is empty")
+    def _checked_ids(self, request: Request) -> torch.Tensor:
+        try:
+            ids = torch.as_tensor(list(request.input_ids or ()), dtype=torch.long)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RequestError(f"request {request.id!r}: input_ids must be a flat list of integers: {error}") from error
+        if ids.dim() != 1 or not len(ids):
+            raise RequestError(f"request {request.id!r}: input_ids must be a flat, non-empty list of integers")
         size = len(self.tokenizer)
         if int(ids.min()) < 0 or int(ids.max()) >= size:
-            raise RequestError(f"request {request.id!r}: input_ids must lie in [0, {size}), got [{ids.min()}, {ids.max()}]")
-        dummy = self.markers.get("image", "") * len(media.images) + self.markers.get("video", "") * len(media.videos)
-        inputs = self._process(request, dummy + "x", media, _Inert(self._controls, []))
-        for medium, token in self.placeholders.items():
-            made, wanted = int((inputs["input_ids"] == token).sum()), int((ids == token).sum())
-            if made != wanted:
-                raise PlaceholderError(
-                    f"request {request.id!r}: input_ids hold {wanted} {medium} placeholder tokens, its {medium}s need {made}"
-                )
-        for name in _TYPE_IDS:
-            if name in inputs:
-                inputs[name] = self._type_ids(ids, inputs["input_ids"], inputs[name])
-        return {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            raise RequestError(
+                f"request {request.id!r}: input_ids must lie in [0, {size}), got [{ids.min()}, {ids.max()}]"
+            )
+        return ids[None]
 
-    def _type_ids(self, ids: Any, example_ids: Any, example: Any) -> Any:
-        """Type ids for `ids`, with the values that the processor gave to text and to each medium in its own output."""
-        media = list(self.placeholders.values())
-        is_text = ~sum((example_ids == token for token in media), example_ids != example_ids)
-        types = ids.new_full(ids.shape, int(example[is_text][0]))
-        for token in media:
-            if (example_ids == token).any():
-                types[ids == token] = example[example_ids == token][0]
-        return types
+    def _with_ids(self, request: Request, inputs: Mapping[str, Any], ids: torch.Tensor) -> dict[str, Any]:
+        """Ids that are already expanded, with the media of `inputs` and type ids as the processor would set them."""
+        made = inputs["input_ids"]
+        for medium, token in self.placeholders.items():
+            wanted, found = int((made == token).sum()), int((ids == token).sum())
+            if wanted != found:
+                raise PlaceholderError(
+                    f"request {request.id!r}: input_ids hold {found} {medium} placeholder tokens, "
+                    f"the {medium}s given take {wanted}"
+                )
+        types = {name: self._type_ids(ids, made, inputs[name]) for name in _TYPE_IDS if name in inputs}
+        return {**inputs, **types, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def _type_ids(self, ids: torch.Tensor, example: torch.Tensor, types: torch.Tensor) -> torch.Tensor:
+        """By the processor's own function if that made the example, else one value for text and one for each medium."""
+        try:
+            if self.processor.create_mm_token_type_ids(example.tolist()) == types.tolist():
+                return torch.tensor(self.processor.create_mm_token_type_ids(ids.tolist()))
+        except _REFUSALS:  # some take more arguments
+            pass
+        result = torch.full_like(ids, int(types[0, -1]))
+        for token in self.placeholders.values():
+            if (example == token).any():
+                result[ids == token] = types[example == token][0]
+        return result
 
     def _check_length(self, prepared: Prepared) -> None:
         total = len(prepared.input_ids)
@@ -206,184 +226,74 @@ class Intake:
         if total <= limit:
             return
         rows = sum(int((prepared.input_ids == token).sum()) for token in self.placeholders.values())
-        source = "the model's context" if limit == self.context else "PrefillConfig.max_tokens"
+        source = "PrefillConfig.max_tokens" if limit == self.config.max_tokens else "the model's context"
+        split = f"{total} tokens ({total - rows} text, {rows} picture)"
         raise PromptTooLongError(
-            f"request {prepared.id!r}: {total} tokens ({total - rows} text, {rows} picture) are more than {source} of {limit}",
+            f"request {prepared.id!r}: {split} are more than {source} of {limit}",
             text_tokens=total - rows,
             media_tokens=rows,
             limit=limit,
         )
 
-    def load(self, request: Request, number: int, source: Any, what: str = "picture") -> Picture:
-        """Decode one picture; errors name the request and the item."""
-        return load_picture(source, self.config.media, item=f"request {request.id!r}, {what} {number}", fetcher=self._fetcher)
-
     # Inert text.
 
     @cached_property
-    def _controls(self) -> re.Pattern[str]:
-        """Matches every string that the tokenizer, the template or the processor reads as control."""
+    def controls(self) -> Controls:
+        """Special tokens, placeholders, and whatever else marks turns in the template."""
         added = self.tokenizer.added_tokens_decoder.values()
         names = {token.content for token in added if token.special} | set(self.tokenizer.all_special_tokens)
         names |= {str(self.tokenizer.convert_ids_to_tokens(token)) for token in self.placeholders.values()}
-        names |= {value for key, value in vars(self.processor).items() if key.endswith("_token") and isinstance(value, str)}
-        names |= set(_SCRATCH)
-        return re.compile("|".join(re.escape(name) for name in sorted(names - {""}, key=len, reverse=True)))
+        names |= {
+            value for key, value in vars(self.processor).items() if key.endswith("_token") and isinstance(value, str)
+        }
+        frame = self.template.frame
+        return Controls(names | {t.content for t in added if t.content in frame and not t.content.isspace()})
 
     @cached_property
-    def _renamed(self) -> _Renamed:
-        return _Renamed(self.tokenizer, self._controls)
+    def renamed(self) -> RenamedTokenizer:
+        """Made when the first prompt needs it."""
+        return RenamedTokenizer(self.tokenizer, self.controls)
+
+    def tokenize(self, text: Any, inert: Inert | None, **kwargs: Any) -> Any:
+        """What the processor gets from its tokenizer."""
+        with self._lock:
+            if inert is None or not inert.used:
+                return self.tokenizer(text, **kwargs)
+            return self.renamed(text, inert, **kwargs)
 
 
-class _Media:
-    """The decoded pictures and videos of one request, in order."""
-
-    def __init__(self, intake: Intake, request: Request, messages: Seq[Mapping[str, Any]] | None) -> None:
-        if messages is None:
-            images, videos = list(request.images), list(request.videos)
-        else:
-            parts = [part for message in messages for part in message["content"]]
-            images = [part["image"] for part in parts if part["type"] == "image"]
-            videos = [part["video"] for part in parts if part["type"] == "video"]
-        self.images = [intake.load(request, i + 1, source) for i, source in enumerate(images)]
-        self.videos = [_video(intake, request, i + 1, frames) for i, frames in enumerate(videos)]
-
-    @property
-    def items(self) -> tuple[MediaItem, ...]:
-        pictures = [MediaItem("image", p.digest, (p.height, p.width), source=p.source) for p in self.images]
-        return (*pictures, *(_video_item(frames) for frames in self.videos))
-
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for the processor."""
-        arguments: dict[str, Any] = {}
-        if self.images:
-            arguments["images"] = [[picture.to_pil() for picture in self.images]]
-        if self.videos:
-            arguments["videos"] = [np.stack([frame.pixels for frame in frames]) for frames in self.videos]
-            arguments["do_sample_frames"] = False
-        return arguments
-
-
-def _video(intake: Intake, request: Request, number: int, frames: Any) -> list[Picture]:
-    if isinstance(frames, (str, bytes, Mapping)) or not hasattr(frames, "__len__") or len(frames) == 0:
-        raise MediaError(f"request {request.id!r}, video {number}: a video is a non-empty list of frames")
-    pictures = [intake.load(request, i + 1, frame, f"video {number} frame") for i, frame in enumerate(frames)]
-    if len({(p.height, p.width) for p in pictures}) > 1:
-        raise MediaError(f"request {request.id!r}, video {number}: its frames differ in size")
-    return pictures
-
-
-def _video_item(frames: Seq[Picture]) -> MediaItem:
-    import hashlib
-
-    digest = hashlib.blake2b(b"".join(frame.digest for frame in frames), digest_size=32).digest()
-    return MediaItem("video", digest, (frames[0].height, frames[0].width), len(frames), frames[0].source)
-
-
-def _checked_message(name: str, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    where = f"request {name!r}, message {index + 1}"
-    if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-        raise RequestError(f"{where}: a message is a mapping with 'role' and 'content'")
-    role, content = message["role"], message["content"]
-    if not isinstance(role, str) or not re.fullmatch(r"[A-Za-z_]+", role):
-        raise RequestError(f"{where}: role must be a plain word such as 'user', got {role!r}")
-    if isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    if not isinstance(content, (list, tuple)) or not content:
-        raise RequestError(f"{where}: content must be a string or a non-empty list of parts, got {type(content).__name__}")
-    return {"role": role, "content": [_checked_part(where, i, part) for i, part in enumerate(content)]}
-
-
-def _checked_part(where: str, index: int, part: Any) -> dict[str, Any]:
-    where = f"{where}, part {index + 1}"
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind not in ("text", *MEDIA):
-        raise RequestError(f"{where}: a part has type 'text', 'image' or 'video', got {kind!r}")
-    source = next((part[key] for key in (kind, "url", "path", "base64") if key in part), None)
-    if source is None:
-        raise RequestError(f"{where}: a part of type {kind!r} needs the key {kind!r}")
-    if kind == "text" and not isinstance(source, str):
-        raise RequestError(f"{where}: text must be a string, got {type(source).__name__}")
-    return {"type": kind, kind: source}
-
-
-def _without_source(part: Mapping[str, Any], inert: _Inert) -> dict[str, Any]:
-    return {"type": "text", "text": inert.hide(part["text"])} if part["type"] == "text" else {"type": part["type"]}
-
-
-class _Inert:
-    """Private-use marks for the control tokens found in user text."""
-
-    def __init__(self, controls: re.Pattern[str], texts: Seq[str]) -> None:
-        self._controls = controls
-        used = set().union(*map(set, texts)) if texts else set()
-        free = [mark for mark in _PRIVATE if mark not in used]
-        if len(free) < 4 and any(controls.search(text) for text in texts):
-            raise RequestError("a prompt uses nearly every private-use character together with control tokens")
-        self.marks = free[:4]
-        self.hidden: list[str] = []
-
-    @property
-    def used(self) -> bool:
-        """Whether anything was hidden."""
-        return bool(self.hidden)
-
-    def hide(self, text: str) -> str:
-        """User text with each control token replaced by a mark."""
-        return self._controls.sub(self._mark, text)
-
-    def _mark(self, match: re.Match[str]) -> str:
-        self.hidden.append(match.group())
-        return f"{self.marks[0]}{len(self.hidden) - 1}{self.marks[1]}"
-
-    def rename_live(self, text: str, names: Mapping[str, str]) -> str:
-        """The expanded prompt with live control tokens under their secret names and hidden ones readable again."""
-        live = self._controls.sub(lambda match: names.get(match.group(), match.group()), text)
-        return re.sub(f"{self.marks[0]}(\\d+){self.marks[1]}", lambda match: self.hidden[int(match.group(1))], live)
-
-
-class _Renamed:
-    """A copy of a fast tokenizer whose control tokens have unguessable names, ids unchanged."""
-
-    def __init__(self, tokenizer: Any, controls: re.Pattern[str]) -> None:
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise RequestError("this checkpoint's tokenizer cannot keep control tokens in user text apart; pass Rendered(text)")
-        import secrets
-
-        nonce = secrets.token_hex(8)
-        spec = json.loads(backend.to_str())
-        self.names: dict[str, str] = {}
-        for token in spec["added_tokens"]:
-            if controls.fullmatch(token["content"]):
-                self.names[token["content"]] = f"\U000f0000{nonce}-{token['id']}\U000f0001"
-        for token in spec["added_tokens"]:
-            token["content"] = self.names.get(token["content"], token["content"])
-        _rename_vocabulary(spec["model"], self.names)
-        self.tokenizer = copy.deepcopy(tokenizer)
-        self.tokenizer._tokenizer = Tokenizer.from_str(json.dumps(spec))
-
-
-def _rename_vocabulary(model: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Tokens that are also part of the base vocabulary keep their ids only if they are renamed there too."""
-    vocabulary = model.get("vocab")
-    if isinstance(vocabulary, dict):
-        model["vocab"] = {names.get(token, token): index for token, index in vocabulary.items()}
-    elif isinstance(vocabulary, list):
-        model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
-
-
-class _InertTokenizer:
+class _LockedTokenizer:
     """Stands in for the processor's tokenizer during one call."""
 
-    def __init__(self, tokenizer: Any, renamed: _Renamed, inert: _Inert) -> None:
-        self._tokenizer, self._renamed, self._inert = tokenizer, renamed, inert
+    def __init__(self, intake: Intake, inert: Inert | None) -> None:
+        self._intake, self._inert = intake, inert
 
     def __call__(self, text: Any, **kwargs: Any) -> Any:
-        texts = [text] if isinstance(text, str) else list(text)
-        renamed = [self._inert.rename_live(each, self._renamed.names) for each in texts]
-        return self._renamed.tokenizer(renamed[0] if isinstance(text, str) else renamed, **kwargs)
+        return self._intake.tokenize(text, self._inert, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
+        return getattr(self._intake.tokenizer, name)
 
+
+def _check_types(request: Request) -> None:
+    name = f"request {request.id!r}"
+    if request.prompt is not None and not isinstance(request.prompt, (str, Rendered)):
+        raise RequestError(f"{name}: prompt must be a string or Rendered(text), got {type(request.prompt).__name__}")
+    if isinstance(request.prompt, Rendered) and not isinstance(request.prompt.text, str):
+        raise RequestError(f"{name}: Rendered takes a string, got {type(request.prompt.text).__name__}")
+    for field in ("images", "videos"):
+        if not isinstance(getattr(request, field), (list, tuple)):
+            raise RequestError(f"{name}: {field} must be a list, got {type(getattr(request, field)).__name__}")
+
+
+def _sources(request: Request, messages: Seq[Message]) -> Sources:
+    if messages:
+        return {medium: list(parts_of(messages, medium)) for medium in MEDIA}
+    return {"image": list(request.images), "video": list(request.videos)}
+
+
+def _consecutive(places: list[int]) -> Iterator[tuple[int, int]]:
+    """[start, end) of each run of consecutive numbers: 2 3 4 7 -> (2, 5), (7, 8)."""
+    starts = [i for k, i in enumerate(places) if k == 0 or places[k - 1] != i - 1]
+    ends = [i + 1 for k, i in enumerate(places) if k == len(places) - 1 or places[k + 1] != i + 1]
+    return zip(starts, ends, strict=True)

@@ -8,15 +8,16 @@ back by counting rows, and keeps the container (tensor, tuple or list) that the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmprefill.encoders.families import Family
-from mmprefill.errors import PlaceholderError
+from mmprefill.encoders.families import MEDIA, Family
+from mmprefill.errors import MediaError, PlaceholderError
 from mmprefill.types import Prepared
 
 _SPLITTABLE = frozenset({"last_hidden_state", "pooler_output", "deepstack_features", "hidden_states", "attentions"})
@@ -30,11 +31,13 @@ class MediaInputs:
         medium: "image" or "video".
         tensors: the processor's tensors that the feature function consumes.
         rows: placeholder tokens of this medium in the request, i.e. rows the tower must make.
+        request: the request's id, for messages.
     """
 
     medium: str
     tensors: Mapping[str, Tensor]
     rows: int
+    request: str = ""
 
     @property
     def patches(self) -> int:
@@ -58,10 +61,25 @@ def media_inputs(family: Family, prepared: Prepared) -> Iterator[MediaInputs]:
         tensors = {name: t for name, t in prepared.inputs.items() if name in family.takes(medium)}
         if not any(name.startswith("pixel_values") for name in tensors):
             continue
-        rows = int((prepared.input_ids == family.placeholders[medium]).sum())
+        rows = placeholder_rows(family, prepared, medium)
         if rows == 0:
-            raise PlaceholderError(f"request {prepared.id!r}: {medium}s were given but the prompt has no place for them")
-        yield MediaInputs(medium, tensors, rows)
+            raise PlaceholderError(
+                f"request {prepared.id!r}: {medium}s were given but the prompt has no place for them"
+            )
+        yield MediaInputs(medium, tensors, rows, prepared.id)
+
+
+def placeholder_rows(family: Family, prepared: Prepared, medium: str) -> int:
+    """Placeholder tokens that a medium's tower has to fill.
+
+    A placeholder need not be the medium's own: the frames of a GLM-4V video take the picture's, so each item's own
+    tokens are counted where they are known. InternVL and SmolVLM hand frames to the picture tower, as pictures.
+    """
+    own = {other for other in MEDIA if other == "image" or f"pixel_values_{other}s" in prepared.inputs}
+    items = [item for item in prepared.media if item.medium == medium or item.medium not in own]
+    if items and all(item.runs for item in items):
+        return sum(end - start for item in items for start, end in item.runs)
+    return int((prepared.input_ids == family.placeholders[medium]).sum())
 
 
 def micro_batches(inputs: Seq[MediaInputs], budget: int) -> Iterator[list[int]]:
@@ -83,10 +101,21 @@ def encode(family: Family, batch: Seq[MediaInputs]) -> list[Any]:
     """Run one micro-batch through the tower; returns one feature output per item.
 
     All items have the same `shape_key`. Runs on the lane that owns the tower.
+
+    Raises:
+        MediaError: if the tower refuses an item that is alone.
     """
     function = family.features[batch[0].medium]
     joined = {name: torch.cat([item.tensors[name] for item in batch]) for name in batch[0].tensors}
-    output = function(**{name: _placed(family, tensor) for name, tensor in joined.items()}, return_dict=True)
+    try:
+        output = function(**{name: _placed(family, tensor) for name, tensor in joined.items()}, return_dict=True)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:  # Pixtral with a single row of features, for one
+        if len(batch) > 1:
+            raise
+        medium = batch[0].medium
+        raise MediaError(f"request {batch[0].request!r}: the {medium} tower refused its {medium}s: {error}") from error
     if len(batch) == 1:
         return [output]
     parts = split(output, [item.rows for item in batch])

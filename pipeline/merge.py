@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from mmprefill.encoders.families import Family
-from mmprefill.errors import PlaceholderError, UnsupportedModelError
+from mmprefill.encoders.vision import placeholder_rows
+from mmprefill.errors import PlaceholderError, RequestError, UnsupportedModelError
 from mmprefill.pipeline.attention import RecordedMask, evaluate, masks
 from mmprefill.pipeline.positions import legal_edges
 from mmprefill.types import MaskFunction, Prepared, Sequence
@@ -72,7 +73,13 @@ def merge(family: Family, prepared: Prepared, encoded: Mapping[str, Any]) -> Seq
         PlaceholderError: if a medium's rows and placeholders differ in number.
         UnsupportedModelError: if the model hands its decoder something that cannot be packed.
     """
-    got = decoder_arguments(family, composite_inputs(family, prepared, encoded))
+    inputs = composite_inputs(family, prepared, encoded)
+    try:
+        got = decoder_arguments(family, inputs)
+    except UnsupportedModelError:
+        raise
+    except ValueError as error:  # GLM-4V with a picture and a video, for one, in transformers 5.24
+        raise RequestError(f"request {prepared.id!r}: the model itself refused it: {error}") from error
     embeds = got["inputs_embeds"]
     positions = got.get("position_ids")
     if positions is None:
@@ -104,7 +111,7 @@ def composite_inputs(family: Family, prepared: Prepared, encoded: Mapping[str, A
 def check_rows(family: Family, prepared: Prepared, medium: str, output: Any) -> None:
     """Placeholders and rows must agree per medium, not in total."""
     rows = row_count(output)
-    wanted = int((prepared.input_ids == family.placeholders[medium]).sum())
+    wanted = placeholder_rows(family, prepared, medium)
     if rows is not None and rows != wanted:
         raise PlaceholderError(
             f"request {prepared.id!r}: {wanted} {medium} placeholder tokens but the {medium} tower made {rows} rows"
