@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from mmprefill.config import MediaLimits
 from mmprefill.errors import MediaError
@@ -55,16 +56,16 @@ class RequestMedia:
             for item, run in zip(each, runs.get(medium) or [()] * len(each), strict=True)
         )
 
-    def arguments(self, processor: Any) -> dict[str, Any]:
+    def arguments(self, processor: Any, tensors: str | None = "pt") -> dict[str, Any]:
         """Keyword arguments for the processor: its defaults, said aloud where it would warn about them."""
         arguments: dict[str, Any] = {}
         if self.images:
-            arguments |= {"images": [[p.to_pil() for p in self.images]], "images_kwargs": {"return_tensors": "pt"}}
+            arguments |= {"images": [[p.to_pil() for p in self.images]], "images_kwargs": {"return_tensors": tensors}}
         if self.videos:
             options: dict[str, Any] = {
                 "do_sample_frames": False,
                 "input_data_format": "channels_last",
-                "return_tensors": "pt",
+                "return_tensors": tensors,
                 "video_metadata": [_metadata(frames) for frames in self.videos],
             }
             if getattr(processor.video_processor, "cap_pixels_per_frame", True) is None:
@@ -82,6 +83,21 @@ class RequestMedia:
                     f"request {self.request!r}, picture {i + 1} ({picture.width} x {picture.height}): "
                     f"the checkpoint's image processor refused it: {refusal}"
                 ) from error
+
+
+def join_tiles(output: Any) -> None:
+    """Put pictures of unlike numbers of tiles into one row of tiles, which PerceptionLM's processor cannot do itself.
+
+    Its tower flattens [pictures, tiles, 3, H, W] to tiles, so [1, all tiles, 3, H, W] is the same to it. Only for
+    processors that say nothing else about a picture; rows are counted later, per medium.
+    """
+    names = {"pixel_values", "pixel_values_videos"} & set(output)
+    if {name for name in output if not name.endswith(("_ids", "_mask", "_offsets"))} != names:
+        return
+    for name in names:
+        parts = [torch.as_tensor(part) for part in output[name]]
+        if all(part.dim() == 4 and part.shape[1:] == parts[0].shape[1:] for part in parts):
+            output[name] = torch.cat(parts)[None]
 
 
 def _metadata(frames: Seq[Picture]) -> dict[str, Any]:

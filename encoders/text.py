@@ -20,7 +20,7 @@ import torch
 from mmprefill.config import PrefillConfig
 from mmprefill.encoders.families import MEDIA
 from mmprefill.encoders.inert import Controls, Inert, RenamedTokenizer
-from mmprefill.encoders.media import RequestMedia
+from mmprefill.encoders.media import RequestMedia, join_tiles
 from mmprefill.encoders.messages import Message, checked, parts_of, user_turn
 from mmprefill.encoders.template import Template
 from mmprefill.errors import PlaceholderError, PromptTooLongError, RequestError
@@ -147,17 +147,8 @@ class Intake:
         self, request: Request, text: str, media: RequestMedia, inert: Inert | None
     ) -> tuple[dict[str, Any], list[tuple[str, int]] | None]:
         """The processor's tensors, and the number of placeholder tokens of each item in the order of the prompt."""
-        processor = copy.copy(self.processor)
-        processor.tokenizer = _LockedTokenizer(self, inert)
-        bos = self.tokenizer.bos_token  # no second one behind that of a template, as in apply_chat_template
-        options = _NO_SPECIALS if bos and text.startswith(bos) else {}
         try:
-            output = processor(
-                text=[text],
-                text_kwargs={**options, "padding": False, "truncation": False, "verbose": False},
-                return_text_replacement_offsets=True,
-                **media.arguments(self.processor),
-            )
+            output = self._output(text, media, inert)
             replaced = output.pop("text_replacement_offsets", None)
             output.pop("labels", None)
             output.convert_to_tensors("pt", skip_tensor_conversion=["video_metadata"])
@@ -170,6 +161,28 @@ class Intake:
         if inputs["input_ids"].numel() == 0:
             raise RequestError(f"request {request.id!r}: the prompt is empty")
         return inputs, self._counts(replaced)
+
+    def _output(self, text: str, media: RequestMedia, inert: Inert | None) -> Any:
+        try:
+            return self._call(text, media, inert, "pt")
+        except ValueError:
+            if max(len(media.images), len(media.videos)) < 2:
+                raise
+        output = self._call(text, media, inert, None)  # perhaps it was only that their shapes differ
+        join_tiles(output)
+        return output
+
+    def _call(self, text: str, media: RequestMedia, inert: Inert | None, tensors: str | None) -> Any:
+        processor = copy.copy(self.processor)
+        processor.tokenizer = _LockedTokenizer(self, inert)
+        bos = self.tokenizer.bos_token  # no second one behind that of a template, as in apply_chat_template
+        options = _NO_SPECIALS if bos and text.startswith(bos) else {}
+        return processor(
+            text=[text],
+            text_kwargs={**options, "padding": False, "truncation": False, "verbose": False},
+            return_text_replacement_offsets=True,
+            **media.arguments(self.processor, tensors),
+        )
 
     def _counts(self, replaced: Any) -> list[tuple[str, int]] | None:
         if replaced is None:

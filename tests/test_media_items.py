@@ -108,8 +108,6 @@ def changes_by_token(value, other, prepared):
 def test_spans_hold_every_placeholder_once_and_in_order(family):
     _, _, described, intake = loaded(family)
     sizes = [(64, 48), (48, 64), (64, 48), (90, 30), (30, 90)]
-    if family == "perception_lm":
-        sizes = [(64, 48)] * 5  # its own limit, see checkpoints
     pictures = [checkpoints.picture(i, size) for i, size in enumerate(sizes)]
     prepared = intake.prepare(Request(prompt="x", images=pictures))
     places = [i for item in prepared.media for start, end in item.runs for i in range(start, end)]
@@ -120,6 +118,25 @@ def test_spans_hold_every_placeholder_once_and_in_order(family):
         assert [sum(b - a for a, b in item.runs) for item in prepared.media] == [
             sum(b - a for a, b in r) for r in alone
         ]
+
+
+@torch.inference_mode()
+def test_pictures_of_unlike_tiles_share_a_request_where_the_processor_cannot_stack_them():
+    """PerceptionLM: one row of all tiles is what its tower makes of any stack; the rows equal those of each alone."""
+    _, processor, _, intake = loaded("perception_lm")
+    pictures = [checkpoints.picture(0, (64, 48)), checkpoints.picture(1, (168, 56)), checkpoints.picture(2, (20, 20))]
+    with pytest.raises(ValueError, match="Unable"):
+        checkpoints.inputs_for(processor, [*pictures, "x"])
+    prepared, sequence = merged("perception_lm", pictures)
+    for picture, item in zip(pictures, prepared.media, strict=True):
+        one, alone = merged("perception_lm", [picture])
+        inside, expected = (
+            torch.cat([s.embeds[0, start:end] for start, end in runs])
+            for s, runs in ((sequence, item.runs), (alone, one.media[0].runs))
+        )
+        assert (inside - expected).abs().max() < 1e-5
+    clips = intake.prepare(Request(prompt="x", videos=[FRAMES, FRAMES[:3]]))
+    assert [rows(item.runs) for item in clips.media] == [16, 12]
 
 
 def test_unknown_spans_are_empty():
@@ -274,7 +291,7 @@ def test_any_size_is_right_or_an_error_of_its_own(family, size):
         return
     # transformers 5.24 squeezes Pixtral's single row away; the tiny Gemma 4 has 64 places for patches a side.
     if (family == "mistral3" and size == (1, 1)) or (family == "gemma4" and max(size) > 2 * min(size)):
-        with pytest.raises(MediaError, match="request .* the image tower refused"):
+        with pytest.raises(MediaError, match=r"request .* the image tower refused"):
             assert_rows_match(family, size)
     else:
         assert_rows_match(family, size)
