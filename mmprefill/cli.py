@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_verify(commands)
     _add_models(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -90,6 +91,20 @@ def _add_models(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     _add_model_options(parser, positional=True)
     parser.set_defaults(run=_models)
+
+
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser("bench", help="measure throughput beside transformers, interleaved in one run")
+    parser.add_argument("what", choices=["prefill"], help="what to measure")
+    parser.add_argument("model", nargs="?", help="folder or hub id; default: the bundled model")
+    parser.add_argument("--workload", type=Path, metavar="DIR", help="pictures and workload.json; made up if not given")
+    parser.add_argument("--variants", nargs="+", default=["a", "b", "c"], choices=["a", "b", "c"],
+                        help="a: different pictures, b: 4 pictures x 8 questions, c: text only")  # fmt: skip
+    parser.add_argument("--requests", type=int, default=32, metavar="N", help="requests per repeat (default 32)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="repeats of each system (default 3)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="torch threads (default 2)")
+    parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16", "fp32"], help="default bf16")
+    parser.set_defaults(run=_bench)
 
 
 def _open(arguments: argparse.Namespace, dtype: str | None = None) -> Prefiller:
@@ -209,6 +224,33 @@ def _verify(arguments: argparse.Namespace) -> int:
         )
     show_report(report, as_json=arguments.json)
     return 0 if report.passed else 1
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    import tempfile
+
+    from PIL import Image
+
+    from mmprefill.bench import as_lines, compare, make_workload
+    from mmprefill.models import BUNDLED
+    from mmprefill.verify import pictures
+
+    with tempfile.TemporaryDirectory() as scratch:
+        workload = arguments.workload
+        if workload is None:
+            sources = [Path(scratch) / f"source{i}.png" for i in range(6)]
+            for path, picture in zip(sources, pictures(6, sizes=((480, 640),)), strict=True):
+                Image.fromarray(picture).save(path)
+            workload = make_workload(Path(scratch) / "workload", sources)
+        rows = []
+        for row in compare(
+            str(arguments.model or BUNDLED), workload, variants=arguments.variants, requests=arguments.requests,
+            repeats=arguments.repeats, dtype=arguments.dtype, threads=arguments.threads,
+        ):  # fmt: skip
+            rows.append(row)
+            print(f"mmprefill: {row.system}, variant {row.variant}: {row.tokens_per_s} tokens/s", file=sys.stderr)
+    print(as_lines(rows))
+    return 0
 
 
 def _models(arguments: argparse.Namespace) -> int:

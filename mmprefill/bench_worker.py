@@ -1,0 +1,111 @@
+"""One system of `mmprefill bench prefill`, in a process of its own: loads, warms up, then runs on "run" until "quit"."""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+Row = Mapping[str, Any]
+Run = Callable[[Seq[Row]], int]  # rows -> prompt tokens
+
+
+def main(system: str, model: str, workload: str, variant: str, requests: str, dtype: str, threads: str) -> None:
+    """Serve orders from standard input, one JSON line each."""
+    torch.set_num_threads(int(threads))
+    rows = load_rows(Path(workload), variant, int(requests))
+    run = {"mmprefill": _mmprefill, "transformers": _transformers}[system](model, dtype)
+    run(rows[:2])
+    _say({"ready": True})
+    for order in sys.stdin:
+        if order.strip() == "quit":
+            break
+        started = time.perf_counter()
+        tokens = run(rows)
+        _say({"seconds": time.perf_counter() - started, "tokens": tokens, "requests": len(rows)})
+    alone = [_timed(lambda row=row: run([row])) for row in rows[:8]]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    _say({"first_token_s": statistics.median(alone), "peak_rss_mb": peak, "gflops": gemm_gflops()})
+
+
+def load_rows(folder: Path, variant: str, count: int) -> list[Row]:
+    """Rows of a variant with their pictures decoded."""
+    rows = json.loads((folder / "workload.json").read_text())[variant][:count]
+    return [{"text": row["text"], "image": row["image"] and Image.open(folder / row["image"]).convert("RGB")} for row in rows]
+
+
+def messages(row: Row) -> list[dict[str, Any]]:
+    """One user turn: the picture, then the text."""
+    picture = [{"type": "image", "image": row["image"]}] if row["image"] is not None else []
+    return [{"role": "user", "content": [*picture, {"type": "text", "text": row["text"]}]}]
+
+
+def _mmprefill(model: str, dtype: str) -> Run:
+    from mmprefill import Prefiller
+    from mmprefill.results import unwrap
+
+    prefiller = Prefiller.from_pretrained(model, dtype=dtype)
+
+    def run(rows: Seq[Row]) -> int:
+        outcomes = prefiller.prefill_many([{"messages": messages(row)} for row in rows])
+        return sum(len(unwrap(outcome).token_ids) for outcome in outcomes)
+
+    return run
+
+
+def _transformers(model: str, dtype: str) -> Run:
+    """The competent loop: one request at a time, last-position logits, no padding."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from mmprefill.models import DTYPES
+
+    processor = AutoProcessor.from_pretrained(model)
+    stock = AutoModelForImageTextToText.from_pretrained(model, dtype=DTYPES[dtype]).eval()
+
+    def run(rows: Seq[Row]) -> int:
+        tokens = 0
+        for row in rows:
+            text = processor.apply_chat_template(messages(row), add_generation_prompt=True)
+            pictures = {"images": [[row["image"]]]} if row["image"] is not None else {}
+            inputs = processor(text=[text], return_tensors="pt", **pictures)
+            tokens += inputs["input_ids"].shape[1]
+            inputs = {k: v.to(stock.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+            with torch.inference_mode():
+                stock(**inputs, use_cache=True, logits_to_keep=1)
+        return tokens
+
+    return run
+
+
+def gemm_gflops(size: int = 2048) -> float:
+    """The machine's bf16 matrix-multiply rate: the better of torch's linear and oneDNN's with weights packed beforehand."""
+    a, w = torch.randn(size, size).bfloat16(), torch.randn(size, size).bfloat16()
+    runs: list[Callable[[], Any]] = [lambda: torch.nn.functional.linear(a, w)]
+    if torch.backends.mkldnn.is_available():
+        packed = torch.ops.mkldnn._reorder_linear_weight(w, size)
+        runs.append(lambda: torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], ""))
+    with torch.inference_mode():
+        best = min(statistics.median(_timed(run) for _ in range(7)) for run in runs)
+    return 2 * size**3 / best / 1e9
+
+
+def _timed(function: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def _say(answer: Mapping[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,212 @@
+"""Which work runs next: pictures for the tower, or chunks of many sequences for the decoder. Pure Python, no torch.
+
+Ordering and fitting are apart. An order is a function that ranks jobs; the batcher takes them in that order and fits what
+it may into a budget. The same batcher drives the engine and the simulator, on whatever clock calls it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+_numbers = itertools.count()
+
+LegalEnd = Callable[[int, int], int]
+
+
+def anywhere(start: int, end: int) -> int:
+    """Where a chunk that starts at `start` and wants to end at `end` may end, for causal attention."""
+    return end
+
+
+@dataclass(eq=False)
+class Picture:
+    """One medium of a job that waits for the tower.
+
+    Attributes:
+        patches: its work.
+        group: only pictures of one group share a tower call.
+        running: on the tower at this moment.
+    """
+
+    patches: int
+    group: object = None
+    running: bool = False
+
+
+@dataclass(eq=False)
+class Job:
+    """A request as the batcher sees it; its owner keeps it up to date.
+
+    Attributes:
+        tokens: prompt tokens in all.
+        arrived: when it came, on the batcher's clock.
+        media: whether it has pictures, encoded or not.
+        priority: higher runs first, under `by_priority`.
+        pictures: those that wait for the tower, in the order of the prompt.
+        ready: tokens that may be prefilled now, i.e. up to the first picture or prefix that is not there yet.
+        done: tokens prefilled, or taken from a stored prefix.
+        running: a chunk of it is in a step at this moment.
+        legal_end: where a chunk may end; never inside a two-way span.
+    """
+
+    tokens: int
+    arrived: float
+    media: bool = False
+    priority: int = 0
+    pictures: list[Picture] = field(default_factory=list)
+    ready: int = 0
+    done: int = 0
+    running: bool = False
+    legal_end: LegalEnd = anywhere
+    number: int = field(default_factory=lambda: next(_numbers))
+
+    @property
+    def remaining(self) -> int:
+        """Tokens still to prefill."""
+        return self.tokens - self.done
+
+
+Order = Callable[[Job, float], tuple[float, ...]]  # job, now -> rank; the smallest runs first
+
+
+def first_come(job: Job, now: float) -> tuple[float, ...]:
+    """In order of arrival."""
+    return (job.arrived,)
+
+
+def text_first(ageing: float = 2.0) -> Order:
+    """Text before pictures; a job that has waited longer than `ageing` seconds counts as text, so that none starves."""
+
+    def order(job: Job, now: float) -> tuple[float, ...]:
+        return (float(job.media and now - job.arrived < ageing), job.arrived)
+
+    return order
+
+
+def shortest_remaining(ageing: float = 1000.0, patch_cost: float = 1.0) -> Order:
+    """Least work left first; each second of waiting takes `ageing` tokens off. A patch counts as `patch_cost` tokens."""
+
+    def order(job: Job, now: float) -> tuple[float, ...]:
+        patches = sum(picture.patches for picture in job.pictures)
+        return (job.remaining + patch_cost * patches - ageing * (now - job.arrived),)
+
+    return order
+
+
+def by_priority(job: Job, now: float) -> tuple[float, ...]:
+    """Highest priority first, then in order of arrival."""
+    return (-job.priority, job.arrived)
+
+
+@dataclass(frozen=True)
+class Take:
+    """Tokens [job.done, end) of a job."""
+
+    job: Job
+    end: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One packed step of the decoder."""
+
+    takes: tuple[Take, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the step."""
+        return sum(take.end - take.job.done for take in self.takes)
+
+
+@dataclass(frozen=True)
+class Encode:
+    """One call of the tower."""
+
+    pictures: tuple[tuple[Job, Picture], ...]
+
+    @property
+    def patches(self) -> int:
+        """Work of the call."""
+        return sum(picture.patches for _, picture in self.pictures)
+
+
+class Batcher:
+    """Jobs waiting for tower and decoder.
+
+    Args:
+        order: ranks jobs.
+        step_tokens: most tokens of a step; a chunk that cannot be smaller still runs, alone.
+        chunk_tokens: most tokens of one job in a step; None for no bound but the step's.
+        vision_patches: most patches of a tower call; a larger picture still runs, alone.
+    """
+
+    def __init__(
+        self, order: Order = first_come, *, step_tokens: int = 1024, chunk_tokens: int | None = None, vision_patches: int = 4096
+    ) -> None:
+        self.order = order
+        self.step_tokens, self.chunk_tokens, self.vision_patches = step_tokens, chunk_tokens, vision_patches
+        self.jobs: list[Job] = []
+
+    def add(self, job: Job) -> None:
+        """Admit a job."""
+        self.jobs.append(job)
+
+    def remove(self, job: Job) -> None:
+        """Forget a job: done, failed or cancelled. Harmless if it is not there."""
+        self.jobs = [each for each in self.jobs if each is not job]
+
+    def next_step(self, now: float) -> Step | None:
+        """Chunks for the decoder, or None if nothing is ready."""
+        takes: list[Take] = []
+        left = self.step_tokens
+        for job in self._ranked(now):
+            if job.running or job.ready <= job.done:
+                continue
+            end = self._end(job, left)
+            if end > job.done and (end - job.done <= left or not takes):
+                takes.append(Take(job, end))
+                left -= end - job.done
+            if left <= 0:
+                break
+        return Step(tuple(takes)) if takes else None
+
+    def next_encode(self, now: float) -> Encode | None:
+        """Pictures for the tower, or None if none waits. The first one's group decides who may join."""
+        chosen: list[tuple[Job, Picture]] = []
+        left = self.vision_patches
+        for job, picture in self._waiting_pictures(now):
+            fits = picture.patches <= left and picture.group == chosen[0][1].group if chosen else True
+            if fits:
+                chosen.append((job, picture))
+                left -= picture.patches
+        return Encode(tuple(chosen)) if chosen else None
+
+    def next_work(self, now: float) -> Step | Encode | None:
+        """Where tower and decoder share one lane: what the first job in order needs next.
+
+        A step that would run far below its budget waits for pictures of the same rank class to fill it only if the first
+        job itself needs one; so no text waits behind a picture, and no finished picture behind another.
+        """
+        for job in self._ranked(now):
+            if not job.running and job.ready > job.done:
+                return self.next_step(now)
+            if any(not picture.running for picture in job.pictures):
+                return self.next_encode(now)
+        return None
+
+    def _ranked(self, now: float) -> list[Job]:
+        return sorted(self.jobs, key=lambda job: (*self.order(job, now), job.number))
+
+    def _waiting_pictures(self, now: float) -> Iterator[tuple[Job, Picture]]:
+        for job in self._ranked(now):
+            for picture in job.pictures:
+                if not picture.running:
+                    yield job, picture
+
+    def _end(self, job: Job, left: int) -> int:
+        """Where the job's next chunk ends: at the budget if it may, else at the next legal place that is ready."""
+        room = max(1, min(left, self.chunk_tokens or left))
+        end = job.legal_end(job.done, min(job.done + room, job.ready))
+        return end if end <= job.ready else job.done
