@@ -37,7 +37,7 @@ SURFACE = {
     "Prefiller": "class mmprefill.prefiller",
     "Rendered": "class mmprefill.types",
     "Request": "class mmprefill.types",
-    "load": "function mmprefill.artefact",
+    "load": "function mmprefill.pipeline.kv_store",
 }
 
 
