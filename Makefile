@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@ && echo "setup: ready"
 
 run: $(STAMP)  ## the main job on samples/
-	@$(VENV)/bin/mmprefill run --samples
+	@$(VENV)/bin/mmprefill run --requests samples/requests.jsonl --generate 16
 
 test: $(STAMP)  ## the tests
 	@$(PY) -m pytest
@@ -37,10 +37,13 @@ types: $(STAMP)  # on the wheel, apart from the checkout: an editable install hi
 	@$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/types .
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target build/types/site build/types/*.whl
 	@cd build/types/site && $(CURDIR)/$(PY) -m mypy --config-file $(CURDIR)/pyproject.toml \
-		--cache-dir $(CURDIR)/.mypy_cache -p mmprefill -p mmprefill.encoders -p mmprefill.pipeline
+		--cache-dir $(CURDIR)/.mypy_cache -p mmprefill  # with mmprefill.encoders and .pipeline, which lie inside it
 
-bench: $(STAMP)  ## packed against transformers, one by one and padded, on this machine
-	@$(PY) benchmarks/gpu_check.py --only throughput --device cpu
+bench: $(STAMP)  ## throughput beside transformers, on both shapes of benchmarks/shapes.py
+	@for shape in smolvlm-256m qwen2.5-vl-500m; do \
+		test -d build/shapes/$$shape || $(PY) benchmarks/shapes.py $$shape build/shapes/$$shape || exit 1; \
+		echo "bench: $$shape"; $(VENV)/bin/mmprefill bench prefill build/shapes/$$shape || exit 1; \
+	done
 
 gpu-check:  ## everything that needs CUDA, in the environment at hand: PYTHON=... chooses it
 	@$(PYTHON) benchmarks/gpu_check.py
