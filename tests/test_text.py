@@ -2,6 +2,8 @@
 
 import functools
 import logging
+import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import checkpoints
@@ -156,6 +158,23 @@ def test_private_use_characters_are_the_users_own():
         ):
             ids = ids_of(family, text)
             assert text in loaded(family)[1].tokenizer.decode(ids)
+
+
+@given(st.lists(st.text("ab<>", min_size=1, max_size=4), min_size=1, max_size=6), st.text("ab<>", max_size=12))
+def test_the_longest_control_token_matches_first(names, text):
+    ordered = sorted({*names, "\U000f0000", "\U000f0001"}, key=len, reverse=True)
+    plain = re.compile("|".join(map(re.escape, ordered)))
+    assert [m.span() for m in Controls(names).pattern.finditer(text)] == [m.span() for m in plain.finditer(text)]
+
+
+def test_a_page_of_markup_is_searched_at_once_among_thousands_of_tokens():
+    """Gemma 3 has 6242 <unused...> tokens."""
+    controls = Controls(f"<unused{i}>" for i in range(6242))
+    page = "<p>hello <b>world</b></p> <unused7> text\n" * 2000
+    started = time.perf_counter()
+    hidden = Inert(controls, [page]).hide(page)
+    assert time.perf_counter() - started < 1
+    assert not controls.pattern.search(hidden)
 
 
 def test_marks_run_out_with_an_error():
