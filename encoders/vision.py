@@ -109,7 +109,7 @@ def encode(family: Family, batch: Seq[MediaInputs]) -> list[Any]:
     joined = {name: torch.cat([item.tensors[name] for item in batch]) for name in batch[0].tensors}
     try:
         output = function(**{name: _placed(family, tensor) for name, tensor in joined.items()}, return_dict=True)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except (RuntimeError, ValueError, IndexError) as error:  # Pixtral with a single row of features, for one
         if len(batch) > 1:

@@ -51,7 +51,7 @@ def test_a_failing_item_does_not_take_its_batch_along(prefiller, monkeypatch):
     outcomes = prefiller.prefill_many(
         [Request(prompt="a", images=[checkpoints.picture(i) if i != 2 else black]) for i in range(4)]
     )
-    assert [isinstance(outcome, RuntimeError) for outcome in outcomes] == [False, False, True, False]
+    assert [isinstance(outcome, MediaError) for outcome in outcomes] == [False, False, True, False]
 
 
 def test_the_emitted_cache_belongs_to_its_user(prefiller):
@@ -148,9 +148,10 @@ def test_cancelling_leaves_nothing_behind(prefiller):
 
     assert any(isinstance(outcome, asyncio.CancelledError) for outcome in asyncio.run(leave()))
     prefiller.prefill("still alive")
-    assert engine._vision._waiting == []
-    assert engine._prefill._waiting == []
-    assert engine._prefill._upstream == 0
+    assert engine._driver.batcher.jobs == []
+    assert not engine._driver._active
+    assert not engine._driver._tower
+    assert not engine._stores.encoder._flying
 
 
 def test_requests_say_what_they_are():
