@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+POLICIES = ("text_first", "first_come", "shortest", "priority")
+
 
 def _check_positive(owner: object, *names: str) -> None:
     for name in names:
@@ -61,21 +63,38 @@ class PrefillConfig:
 
     Attributes:
         media: limits of media intake.
+        policy: who runs first: "text_first" (text before pictures, with ageing), "first_come", "shortest" (least work
+            left, with ageing) or "priority" (`Request.priority`).
+        ageing: seconds after which a waiting picture request ranks as text under "text_first".
         step_tokens: most tokens in one packed prefill step; a longer chunk still runs, alone.
+        chunk_tokens: most tokens of one request in a step; None for no bound but the step's.
         vision_patches: most patches in one vision micro-batch; a larger picture still runs, alone.
         intake_threads: host threads that decode, resize and tokenise.
         max_waiting: requests admitted at once; further ones wait at the door.
+        admission_rate: requests admitted per second; None for no bound.
+        encoder_bytes: encoder outputs kept for pictures that come back; 0 keeps none.
+        prefix_bytes: KV kept for prompts that share a beginning; 0 keeps none.
         max_tokens: most prompt tokens of one request; None takes the model's context.
     """
 
     media: MediaLimits = field(default_factory=MediaLimits)
+    policy: str = "text_first"
+    ageing: float = 2.0
     step_tokens: int = 1024
+    chunk_tokens: int | None = None
     vision_patches: int = 4096
     intake_threads: int = 2
     max_waiting: int = 256
+    admission_rate: float | None = None
+    encoder_bytes: int = 256 * 2**20
+    prefix_bytes: int = 512 * 2**20
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _check_positive(self, "step_tokens", "vision_patches", "intake_threads", "max_waiting")
-        if self.max_tokens is not None and self.max_tokens <= 0:
-            raise ValueError(f"PrefillConfig.max_tokens must be positive, got {self.max_tokens!r}")
+        _check_positive(self, "step_tokens", "vision_patches", "intake_threads", "max_waiting", "ageing")
+        _check_positive(self, *(name for name in ("chunk_tokens", "admission_rate", "max_tokens") if getattr(self, name) is not None))
+        if self.policy not in POLICIES:
+            raise ValueError(f"PrefillConfig.policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
+        for name in ("encoder_bytes", "prefix_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"PrefillConfig.{name} must not be negative, got {getattr(self, name)!r}")

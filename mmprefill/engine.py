@@ -9,30 +9,37 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Coroutine, Iterable, Mapping, Sequence as Seq
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from asyncio_throttle import Throttler
 from torch import Tensor
 
 from mmprefill.config import PrefillConfig
-from mmprefill.encoders import families, vision
+from mmprefill.encoders import families
+from mmprefill.encoders.items import join
 from mmprefill.encoders.text import Intake
-from mmprefill.errors import EngineClosedError
+from mmprefill.errors import DeadlineError, EngineClosedError
 from mmprefill.models import ModelBundle, load
-from mmprefill.pipeline import decode, generic, merge, positions
-from mmprefill.pipeline.batching import PrefillQueue, VisionQueue
+from mmprefill.pipeline import batcher, decode, generic, merge, positions
+from mmprefill.pipeline.driver import Active, Driver
 from mmprefill.pipeline.prefill import Prefill
+from mmprefill.pipeline.prefix import adopt
 from mmprefill.pipeline.probe import choose_route
-from mmprefill.pipeline.spans import media_spans
-from mmprefill.results import PrefillResult, Session
+from mmprefill.pipeline.reuse import Plan, Stores
+from mmprefill.results import PrefillResult, Progress, Session
 from mmprefill.streams import Encoded, Lanes, keep_to_one_core
-from mmprefill.types import Choice, Generation, Prepared, Rendered, Request
+from mmprefill.types import Choice, Generation, Prepared, Rendered, Request, Reuse
 
 T = TypeVar("T")
 Outcome = PrefillResult | BaseException
+Watch = Callable[[Progress | None], None]
 
 
 class AsyncPrefiller:
@@ -53,9 +60,15 @@ class AsyncPrefiller:
         self._host = ThreadPoolExecutor(
             self.config.intake_threads, thread_name_prefix="mmprefill-intake", initializer=keep_to_one_core
         )
-        self._vision = VisionQueue(self.family, self._lanes.vision, self.config.vision_patches)
-        self._prefill = PrefillQueue(self.family, route.plan, self._lanes.prefill, self.config.step_tokens)
+        self._driver = Driver(self.family, route.plan, self._lanes, _batcher(self.config))
+        self._stores = Stores(
+            self.family,
+            packed=route.packed,
+            encoder_bytes=self.config.encoder_bytes,
+            prefix_bytes=self.config.prefix_bytes,
+        )
         self._door = asyncio.Semaphore(self.config.max_waiting)
+        self._rate = Throttler(self.config.admission_rate) if self.config.admission_rate else None
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mmprefill-engine", daemon=True)
@@ -81,78 +94,146 @@ class AsyncPrefiller:
 
     # The flow.
 
-    async def _serve(self, request: Request) -> PrefillResult:
+    async def _serve(self, request: Request, watch: Watch | None = None) -> PrefillResult:
         clock = Clock()
-        async with self._door:
+        async with self._admitted(request), asyncio.timeout(request.deadline):
             clock.lap("queued")
-            with self._prefill.expecting():
-                prepared = await self._prepare(request)
-                clock.lap("intake")
-                encoded = await self._vision.encode(prepared)
-                clock.lap("vision")
-                if self._prefill.plan is None:
-                    return await self._serve_generic(prepared, encoded, clock)
-                merged = await self._lanes.text.run(self._merge, prepared, encoded)
-                clock.lap("merge")
-            done = await self._prefill.run(merged)
-            clock.lap("prefill")
-            return self._emit(done, encoded, clock)
+            prepared = await self._prepare(request)
+            clock.lap("intake")
+            async with self._scheduled(prepared, watch) as (active, plan):
+                if plan.match and plan.match.whole and await plan.match.entry.finished():
+                    return self._emit_stored(prepared, plan, clock)
+                if self.session.route.plan is None:
+                    return await self._serve_generic(active, plan, prepared, clock)
+                await self._sequence(active, plan, prepared, clock)
+                await self._driver.prefill(active)
+                clock.lap("prefill")
+                return self._emit(active, plan, clock)
+
+    @asynccontextmanager
+    async def _admitted(self, request: Request) -> AsyncIterator[None]:
+        """At most `max_waiting` at once, at most `admission_rate` a second; a passed deadline gets its own error."""
+        try:
+            async with self._door:
+                if self._rate:
+                    async with self._rate:
+                        pass
+                yield
+        except TimeoutError as error:
+            raise DeadlineError(f"request {request.id!r}: not done within its deadline of {request.deadline} s") from error
+
+    @asynccontextmanager
+    async def _scheduled(self, prepared: Prepared, watch: Watch | None) -> AsyncIterator[tuple[Active, Plan]]:
+        """Known to the batcher and to the stores until the block is left."""
+        plan = self._stores.look_up(prepared)
+        tokens, media = len(prepared.input_ids), bool(prepared.media)
+        try:
+            async with self._driver.admit(prepared.id, tokens, media, prepared.request.priority) as active:
+                active.on_progress.append(lambda: self._tell(active, plan, watch))
+                yield active, plan
+        finally:
+            self._stores.leave(plan)
 
     async def _prepare(self, request: Request) -> Prepared:
         return await self._loop.run_in_executor(self._host, self.intake.prepare, request)
 
-    def _merge(self, prepared: Prepared, encoded: Mapping[str, Encoded[Any]]) -> Prefill:
-        taken = {medium: each.take() for medium, each in encoded.items()}
-        return Prefill.start(merge.merge(self.family, prepared, taken))
+    async def _sequence(self, active: Active, plan: Plan, prepared: Prepared, clock: Clock) -> None:
+        """Encode and merge what an earlier prompt does not give, and take over what it does."""
+        shared = min(await self._stores.shared_rows(plan), len(prepared.input_ids) - 1)
+        clock.lap("awaited")
+        encoded = None if 0 < plan.media_end <= shared else await self._stores.encode(self._driver, active, plan, prepared)
+        clock.lap("vision")
+        prefill = await self._driver.merge(active, partial(self._merge, prepared, encoded))
+        start = prefill.sequence.legal_start(shared)
+        if encoded is None and start < plan.media_end:  # the shared part ends inside a two-way span
+            encoded = await self._stores.encode(self._driver, active, plan, prepared)
+            prefill = await self._driver.merge(active, partial(self._merge, prepared, encoded))
+        if start and plan.match and plan.match.entry.kv:
+            await self._lanes.prefill.run(adopt, prefill.kv, plan.match.entry.kv, start)
+        plan.took_over(start, shared)
+        if plan.entry:
+            plan.entry.kv = prefill.kv
+        clock.lap("merge")
 
-    async def _serve_generic(
-        self, prepared: Prepared, encoded: Mapping[str, Encoded[Any]], clock: Clock
-    ) -> PrefillResult:
-        def run() -> generic.GenericOutput:
-            return generic.run(self.family, prepared, {medium: each.take() for medium, each in encoded.items()})
+    def _merge(self, prepared: Prepared, encoded: Mapping[str, list[Encoded[Any]]] | None) -> Prefill:
+        return Prefill.start(merge.merge(self.family, prepared, encoded if encoded is None else _taken(encoded)))
 
+    async def _serve_generic(self, active: Active, plan: Plan, prepared: Prepared, clock: Clock) -> PrefillResult:
+        encoded = await self._stores.encode(self._driver, active, plan, prepared)
+        clock.lap("vision")
+        run = partial(self._run_generic, prepared, encoded)
         output = (await self._lanes.prefill.run(run)).take()
         clock.lap("prefill")
+        return self._result(
+            prepared, plan, clock, output.positions, output.logits, output.cache, output.hidden,
+            route="generic", attention="model",
+        )  # fmt: skip
+
+    def _run_generic(self, prepared: Prepared, encoded: Mapping[str, list[Encoded[Any]]]) -> generic.GenericOutput:
+        return generic.run(self.family, prepared, _taken(encoded))
+
+    def _tell(self, active: Active, plan: Plan, watch: Watch | None) -> None:
+        """Rows were added: tell those who share them, and whoever watches."""
+        if plan.entry:
+            plan.entry.advance()
+        if watch and active.prefill:
+            kv = active.prefill.kv.prefix(active.job.done)
+            watch(Progress(active.id, active.job.done, active.job.tokens, kv, self.session))
+
+    def _emit(self, active: Active, plan: Plan, clock: Clock) -> PrefillResult:
+        done = active.prefill
+        assert done is not None
+        self._stores.finish(plan, done)
+        hidden = {layer: torch.cat(parts) for layer, parts in done.hidden.items()}
+        sequence = done.sequence
+        return self._result(
+            sequence.prepared, plan, clock, sequence.positions, torch.cat(done.logits), done.kv, hidden,
+            attention="spans" if sequence.rules else "causal",
+        )  # fmt: skip
+
+    def _emit_stored(self, prepared: Prepared, plan: Plan, clock: Clock) -> PrefillResult:
+        """The whole prompt was prefilled before: its KV and logits are the result."""
+        assert plan.match is not None
+        entry = plan.match.entry
+        assert entry.logits is not None
+        assert entry.kv is not None
+        assert entry.positions is not None
+        clock.lap("awaited")
+        plan.tokens, plan.why = len(prepared.input_ids), "the whole prompt was prefilled before"
+        return self._result(
+            prepared, plan, clock, entry.positions, entry.logits.clone(), entry.kv, {}, attention=entry.attention
+        )
+
+    def _result(
+        self,
+        prepared: Prepared,
+        plan: Plan,
+        clock: Clock,
+        places: Tensor,
+        logits: Tensor,
+        emitted: decode.Emitted,
+        hidden: Mapping[int, Tensor],
+        *,
+        attention: str,
+        route: str = "packed",
+    ) -> PrefillResult:
         return PrefillResult(
             id=prepared.id,
             token_ids=prepared.input_ids,
-            positions=output.positions.reshape(-1, output.positions.shape[-1]).cpu(),
-            next_position=positions.next_position(output.positions),
-            next_token_logits=output.logits[-1],
-            emitted=output.cache,
-            session=self.session,
-            logits=output.logits if prepared.request.all_logits else None,
-            hidden_states=output.hidden,
-            media=prepared.media,
-            spans=media_spans(self.family, prepared, encoded),
-            seconds=clock.laps,
-            route="generic",
-            attention="model",
-        )
-
-    def _emit(self, done: Prefill, encoded: Mapping[str, Encoded[Any]], clock: Clock) -> PrefillResult:
-        sequence = done.sequence
-        logits = torch.cat(done.logits)
-        return PrefillResult(
-            id=sequence.prepared.id,
-            token_ids=sequence.prepared.input_ids,
-            positions=sequence.positions.reshape(-1, sequence.length).cpu(),
-            next_position=positions.next_position(sequence.positions),
+            positions=places.reshape(-1, places.shape[-1]).cpu(),
+            next_position=positions.next_position(places),
             next_token_logits=logits[-1],
-            emitted=done.kv,
+            emitted=emitted,
             session=self.session,
-            logits=logits if sequence.prepared.request.all_logits else None,
-            hidden_states={layer: torch.cat(parts) for layer, parts in done.hidden.items()},
-            media=sequence.prepared.media,
-            spans=media_spans(self.family, sequence.prepared, encoded),
+            logits=logits if prepared.request.all_logits else None,
+            hidden_states=hidden,
+            media=prepared.media,
+            spans=tuple(item.runs for item in prepared.media),
             seconds=clock.laps,
-            attention="spans" if sequence.rules else "causal",
+            reuse=Reuse(plan.tokens, plan.pictures, plan.why),
+            route=route,
+            attention=attention,
         )
-
-    def encode_alone(self, prepared: Prepared) -> dict[str, Encoded[Any]]:
-        """Feature outputs of one request's media, at once; on the lane's thread only."""
-        inputs = vision.media_inputs(self.family, prepared)
-        return {each.medium: Encoded(vision.encode(self.family, [each])[0]) for each in inputs}
 
     # The verbs.
 
@@ -177,6 +258,23 @@ class AsyncPrefiller:
         finally:
             for future in waiting:
                 future.cancel()
+
+    async def watch(self, prompt: Any, **fields: Any) -> AsyncIterator[Progress | PrefillResult]:
+        """Progress after each chunk of one request, its KV usable as it grows; the result comes last."""
+        heard: asyncio.Queue[Progress | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def tell(progress: Progress | None) -> None:
+            loop.call_soon_threadsafe(heard.put_nowait, progress)
+
+        future = self.submit(self._serve(as_request(prompt, **fields), tell))
+        future.add_done_callback(lambda _: tell(None))
+        try:
+            while (progress := await heard.get()) is not None:
+                yield progress
+            yield future.result()
+        finally:
+            future.cancel()
 
     async def score(self, prompt: Any, choices: Seq[str], **fields: Any) -> list[Choice]:
         """Log-probability of each choice as the continuation of the prompt."""
@@ -237,10 +335,9 @@ class AsyncPrefiller:
         self._lanes.close()
 
     async def _drain(self) -> None:
-        rest = asyncio.all_tasks() - {asyncio.current_task()} - self._vision.workers - self._prefill.workers
+        rest = asyncio.all_tasks() - {asyncio.current_task()} - self._driver.loops
         await asyncio.gather(*rest, return_exceptions=True)
-        self._vision.stop()
-        self._prefill.stop()
+        self._driver.stop()
 
     async def __aenter__(self) -> AsyncPrefiller:
         return self
@@ -289,6 +386,26 @@ def as_request(prompt: Any, **fields: Any) -> Request:
     if items and isinstance(items[0], Mapping):
         return Request(messages=items, **fields)
     return Request(input_ids=items, **fields)
+
+
+def _taken(encoded: Mapping[str, Seq[Encoded[Any]]]) -> dict[str, Any]:
+    """Feature outputs by medium, for use on the current lane: waited for, and put together per request."""
+    return {medium: join([part.take() for part in parts]) for medium, parts in encoded.items()}
+
+
+def _batcher(config: PrefillConfig) -> batcher.Batcher:
+    orders = {
+        "text_first": batcher.text_first(config.ageing),
+        "first_come": batcher.first_come,
+        "shortest": batcher.shortest_remaining(),
+        "priority": batcher.by_priority,
+    }
+    return batcher.Batcher(
+        orders[config.policy],
+        step_tokens=config.step_tokens,
+        chunk_tokens=config.chunk_tokens,
+        vision_patches=config.vision_patches,
+    )
 
 
 async def _outcome(future: Future[PrefillResult]) -> Outcome:

@@ -14,7 +14,8 @@ from torch import Tensor
 from mmprefill.errors import MMPrefillError
 from mmprefill.models import ModelBundle
 from mmprefill.pipeline import decode
-from mmprefill.types import Choice, Generation, MediaItem, Token
+from mmprefill.pipeline.kv_cache import SequenceKV
+from mmprefill.types import Choice, Generation, MediaItem, Reuse, Token
 
 if TYPE_CHECKING:
     from mmprefill.encoders.families import Family
@@ -50,6 +51,29 @@ class Session:
         return (stops,) if isinstance(stops, int) else tuple(stops)
 
 
+@dataclass(frozen=True)
+class Progress:
+    """One request part of the way.
+
+    Attributes:
+        id: the request's id.
+        done: tokens whose KV is there.
+        tokens: prompt tokens in all.
+        kv: the KV so far; a view, without a copy.
+    """
+
+    id: str
+    done: int
+    tokens: int
+    kv: SequenceKV = field(repr=False)
+    session: Session = field(repr=False)
+
+    @property
+    def cache(self) -> Any:
+        """The KV so far as a transformers `DynamicCache`, of its own tensors."""
+        return decode.fresh_cache(self.session.family, self.kv, own=True)
+
+
 @dataclass
 class PrefillResult:
     """The KV cache of one request, and what else was asked for.
@@ -65,6 +89,7 @@ class PrefillResult:
         media: pictures and videos, in order.
         spans: per media item the runs of its placeholder tokens, as (start, end).
         seconds: time by stage.
+        reuse: what did not have to be computed.
         route: "packed" or "generic".
         attention: "causal", "spans" (media spans that attend both ways) or "model" (the model's own forward decided).
     """
@@ -81,6 +106,7 @@ class PrefillResult:
     media: tuple[MediaItem, ...] = ()
     spans: tuple[tuple[tuple[int, int], ...], ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
+    reuse: Reuse = Reuse()
     route: str = "packed"
     attention: str = "causal"
 
@@ -90,7 +116,7 @@ class PrefillResult:
 
         It is yours: whatever grows or crops it does not change what this result stores.
         """
-        return decode.fresh_cache(self.session.family, self.emitted)
+        return decode.fresh_cache(self.session.family, self.emitted, own=getattr(self.emitted, "shared", False))
 
     @property
     def tokens(self) -> Mapping[str, int]:

@@ -46,6 +46,10 @@ class Request:
         hidden_states: layers whose hidden states are wanted, numbered as transformers' `output_hidden_states`
             (0: embeddings, -1: after the last norm).
         all_logits: logits of every position instead of the last one only.
+        priority: higher runs first, under the policy "priority".
+        deadline: seconds after which it fails with `DeadlineError`, whatever stage it is in.
+        reuse: whether KV of earlier prompts may be used for it, and its own for later ones.
+        salt: keeps its KV and pictures apart from those of requests with another salt (a tenant's name, say).
     """
 
     prompt: str | Rendered | None = None
@@ -56,6 +60,10 @@ class Request:
     id: str = ""
     hidden_states: tuple[int, ...] = ()
     all_logits: bool = False
+    priority: int = 0
+    deadline: float | None = None
+    reuse: bool = True
+    salt: str = ""
 
     def __post_init__(self) -> None:
         given = [name for name in ("prompt", "messages", "input_ids") if getattr(self, name) is not None]
@@ -131,6 +139,34 @@ class Sequence:
     def length(self) -> int:
         """Tokens in the sequence."""
         return int(self.embeds.shape[1])
+
+    def legal_end(self, start: int, end: int) -> int:
+        """Where a chunk from `start` that wants to end at `end` may end: there or before, else at the next legal place."""
+        if self.edges is None or self.edges[end]:
+            return end
+        before = self.edges[start + 1 : end].nonzero()
+        if len(before):
+            return start + 1 + int(before[-1])
+        return end + 1 + int(self.edges[end + 1 :].nonzero()[0])
+
+    def legal_start(self, tokens: int) -> int:
+        """The most leading tokens, up to `tokens`, that may come from elsewhere: no span is cut."""
+        return tokens if self.edges is None else int(self.edges[: tokens + 1].nonzero()[-1])
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """What a request did not have to compute.
+
+    Attributes:
+        tokens: prompt tokens whose KV came from an earlier prompt.
+        pictures: pictures and videos whose encoder output was there or on its way.
+        why: where the tokens came from or, if none, why not.
+    """
+
+    tokens: int = 0
+    pictures: int = 0
+    why: str = ""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -183,11 +183,11 @@ def verify(
         threads: torch thread counts to repeat the packed path with.
         on_progress: told what runs next.
     """
-    requests = list(requests or sample_requests(prefiller))
+    requests = [replace(request, reuse=False) for request in requests or sample_requests(prefiller)]
     try:
         prepared = [prefiller.intake.prepare(request) for request in requests]
     except RequestError:  # some processors cannot stack pictures that tile differently: then all of one size
-        requests = sample_requests(prefiller, pictures(6, sizes=((64, 64),)))
+        requests = [replace(each, reuse=False) for each in sample_requests(prefiller, pictures(6, sizes=((64, 64),)))]
         prepared = [prefiller.intake.prepare(request) for request in requests]
     session = prefiller.session
     on_progress("transformers")

@@ -21,9 +21,9 @@ from mmprefill.pipeline.prefill import continue_from
 Emitted = Any  # SequenceKV on the packed path, a transformers Cache on the generic one
 
 
-def fresh_cache(family: Family, emitted: Emitted) -> Any:
-    """A transformers cache to decode from; the emitted one stays as it is."""
-    return hand_over(family.text_config, emitted) if isinstance(emitted, SequenceKV) else copy.deepcopy(emitted)
+def fresh_cache(family: Family, emitted: Emitted, *, own: bool = False) -> Any:
+    """A transformers cache to decode from; the emitted one stays as it is. `own`: its tensors may be written into."""
+    return hand_over(family.text_config, emitted, own=own) if isinstance(emitted, SequenceKV) else copy.deepcopy(emitted)
 
 
 def logits_after(

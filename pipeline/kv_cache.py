@@ -30,6 +30,7 @@ class SequenceKV:
 
     capacity: int
     length: int = 0
+    shared: bool = False  # others read it too: what is handed to a user must be a copy
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -48,9 +49,13 @@ class SequenceKV:
         key, value = self.layers[layer]
         return key[:, :, :end], value[:, :, :end]
 
+    def prefix(self, tokens: int) -> SequenceKV:
+        """The first `tokens` rows, sharing the buffers."""
+        return SequenceKV(self.capacity, length=tokens, shared=True, layers=dict(self.layers))
+
     def grown(self, extra: int) -> SequenceKV:
         """A copy with room for `extra` more tokens; the original stays as it is."""
-        copy = SequenceKV(self.length + extra, self.length)
+        copy = SequenceKV(self.length + extra, length=self.length)
         for layer, (key, value) in self.layers.items():
             buffers = copy._buffer(key), copy._buffer(value)
             for buffer, old in zip(buffers, (key, value), strict=True):
@@ -182,11 +187,11 @@ class StepCache:
                 yield torch.cat([past[0], new[0]], 2), torch.cat([past[1], new[1]], 2)
 
 
-def hand_over(config: Any, kv: SequenceKV) -> DynamicCache:
+def hand_over(config: Any, kv: SequenceKV, *, own: bool = False) -> DynamicCache:
     """The stored KV as a `DynamicCache` of batch 1, ready for `generate`.
 
-    Full layers share our buffers: decoding concatenates into new tensors and never writes into them. Sliding layers get
-    their last window - 1 rows as a copy, because a view would keep the whole buffer alive.
+    Full layers share our buffers, unless `own` asks for copies: decoding concatenates into new tensors and never writes
+    into them. Sliding layers get their last window - 1 rows as a copy, because a view would keep the whole buffer alive.
     """
     cache = DynamicCache(config=config)
     for layer, _ in sorted(kv.layers.items()):
@@ -197,5 +202,7 @@ def hand_over(config: Any, kv: SequenceKV) -> DynamicCache:
             keep = target.sliding_window - 1
             key, value = (t[:, :, max(kv.length - keep, 0) :].clone() for t in (key, value))
             target.cumulative_length = kv.length
+        elif own:
+            key, value = key.clone(), value.clone()
         target.keys, target.values = key, value
     return cache

@@ -61,13 +61,14 @@ def decoder_arguments(family: Family, inputs: Mapping[str, Any]) -> dict[str, An
     raise UnsupportedModelError(f"{family.name}: the model's forward never called its decoder")
 
 
-def merge(family: Family, prepared: Prepared, encoded: Mapping[str, Any]) -> Sequence:
+def merge(family: Family, prepared: Prepared, encoded: Mapping[str, Any] | None) -> Sequence:
     """Build the sequence of one request.
 
     Args:
         family: the loaded model.
         prepared: the request after intake.
-        encoded: medium -> output of the model's own feature function for this request's media.
+        encoded: medium -> output of the model's own feature function for this request's media; None leaves the media out,
+            so that only rows behind the last placeholder mean anything.
 
     Raises:
         PlaceholderError: if a medium's rows and placeholders differ in number.
@@ -95,17 +96,15 @@ def merge(family: Family, prepared: Prepared, encoded: Mapping[str, Any]) -> Seq
     )
 
 
-def composite_inputs(family: Family, prepared: Prepared, encoded: Mapping[str, Any]) -> dict[str, Any]:
-    """The composite model's arguments with each encoded medium in place of its pixels."""
-    inputs = {name: tensor.to(family.device) for name, tensor in prepared.inputs.items()}
-    if not encoded:
-        return inputs
-    for medium, output in encoded.items():
+def composite_inputs(family: Family, prepared: Prepared, encoded: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The composite model's arguments with each encoded medium in place of its pixels; None drops every pixel."""
+    for medium, output in (encoded or {}).items():
         check_rows(family, prepared, medium, output)
-        for name in family.takes(medium):  # grids stay: positions are computed from them
-            if not name.endswith("grid_thw"):
-                inputs.pop(name, None)
-    return {**inputs, "mm_encoder_outputs": dict(encoded)}
+    gone = family.features if encoded is None else encoded
+    pixels = {name for medium in gone for name in family.takes(medium) if not name.endswith("grid_thw")}
+    # Grids stay: positions are computed from them.
+    inputs = {name: tensor.to(family.device) for name, tensor in prepared.inputs.items() if name not in pixels}
+    return {**inputs, "mm_encoder_outputs": dict(encoded)} if encoded else inputs
 
 
 def check_rows(family: Family, prepared: Prepared, medium: str, output: Any) -> None:

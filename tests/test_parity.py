@@ -6,7 +6,9 @@ import checkpoints
 import pytest
 import torch
 
-from mmprefill import Prefiller, Request
+from mmprefill import PrefillConfig, Prefiller, Request
+from mmprefill.encoders import vision
+from mmprefill.pipeline.merge import merge
 from mmprefill.pipeline.prefill import Chunk, Prefill, run_step
 from mmprefill.results import unwrap
 from mmprefill.verify import attention, reference, sample_requests, verify
@@ -18,14 +20,17 @@ FIRST = ("smolvlm", "qwen3_vl", "gemma3")  # 1-D positions, M-RoPE with deepstac
 
 @pytest.fixture(params=EVERY)
 def prefiller(request):
-    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(request.param), dtype="fp32") as prefiller:
+    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(request.param), dtype="fp32", config=FRESH) as prefiller:
         yield prefiller
 
 
 @pytest.fixture(params=FIRST)
 def first(request):
-    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(request.param), dtype="fp32") as prefiller:
+    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(request.param), dtype="fp32", config=FRESH) as prefiller:
         yield prefiller
+
+
+FRESH = PrefillConfig(prefix_bytes=0, encoder_bytes=0)  # every request computed, none looked up
 
 
 def prepared_requests(prefiller):
@@ -82,7 +87,7 @@ def test_decoding_together_equals_alone(prefiller):
 @pytest.mark.parametrize("size", [1, 7])
 def test_chunked_equals_one_shot(family, size):
     """Chunks of any size, several sequences at different places: the same KV and logits; none ends in a two-way span."""
-    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(family), dtype="fp32") as prefiller:
+    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(family), dtype="fp32", config=FRESH) as prefiller:
         requests = prepared_requests(prefiller)
         whole = [unwrap(outcome) for outcome in prefiller.prefill_many(requests)]
         chunked = prefiller.session.lane.call(prefill_in_chunks, prefiller, requests, size)
@@ -99,7 +104,9 @@ def prefill_in_chunks(prefiller, requests, size):
     merged = []
     for request in requests:
         prepared = engine.intake.prepare(request)
-        merged.append(engine._merge(prepared, engine.encode_alone(prepared)))
+        inputs = vision.media_inputs(engine.family, prepared)
+        encoded = {each.medium: vision.encode(engine.family, [each])[0] for each in inputs}
+        merged.append(Prefill.start(merge(engine.family, prepared, encoded)))
     while waiting := [each for each in merged if not each.done]:
         step = draw.sample(waiting, draw.randint(1, len(waiting)))
         run_step(engine.family, engine.session.route.plan, [Chunk(each, legal_end(each, size)) for each in step])
@@ -107,10 +114,8 @@ def prefill_in_chunks(prefiller, requests, size):
 
 
 def legal_end(prefill: Prefill, size: int) -> int:
-    end = min(prefill.kv.length + size, prefill.sequence.length)
-    while prefill.sequence.edges is not None and not prefill.sequence.edges[end]:
-        end += 1
-    return end
+    start = prefill.kv.length
+    return prefill.sequence.legal_end(start, min(start + size, prefill.sequence.length))
 
 
 def test_scores_equal_a_forward_over_prompt_and_choice(first):

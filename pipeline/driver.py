@@ -1,0 +1,288 @@
+"""Runs what the batcher chooses on the lanes, and wakes the owners.
+
+On CUDA the tower's lane and the decoder's lane each have a loop that asks the batcher for more. Where both are the same
+lane there is one loop, which also lets every sequence between tower and decoder settle before it chooses: the merge takes
+milliseconds, the next picture a quarter of a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Sequence as Seq
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mmprefill.encoders import vision
+from mmprefill.encoders.families import Family
+from mmprefill.encoders.vision import MediaInputs
+from mmprefill.errors import EngineClosedError, OutOfMemoryError
+from mmprefill.pipeline.batcher import Batcher, Encode, Job, Picture, Step, Take
+from mmprefill.pipeline.kv_cache import LayerPlan
+from mmprefill.pipeline.prefill import Chunk, Prefill, run_step
+from mmprefill.streams import Encoded, Lanes
+
+Work = Step | Encode
+# Turns of the loop from an encoder output to its owner's merge being queued: future, cache, gather, request.
+_TURNS = 8
+
+
+@dataclass(eq=False)
+class Active:
+    """A request between intake and result.
+
+    Attributes:
+        id: the request's id.
+        job: its side of the batcher.
+        prefill: its sequence and KV, once merged.
+        finished: resolved when every token is stored.
+        on_progress: called on the engine's loop after each of its chunks.
+    """
+
+    id: str
+    job: Job
+    finished: asyncio.Future[None]
+    prefill: Prefill | None = None
+    on_progress: list[Callable[[], None]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Tower:
+    """A picture that waits for the tower, and the future of its output."""
+
+    inputs: MediaInputs
+    output: asyncio.Future[Encoded[Any]]
+
+
+class Driver:
+    """Everything between intake and result that runs on a lane.
+
+    Args:
+        family: the loaded model.
+        plan: its layers; None on the generic path, where only pictures are driven.
+        lanes: where to run.
+        batcher: what to run.
+    """
+
+    def __init__(self, family: Family, plan: LayerPlan | None, lanes: Lanes, batcher: Batcher) -> None:
+        self._family, self._plan, self._lanes, self.batcher = family, plan, lanes, batcher
+        self._active: dict[Job, Active] = {}
+        self._tower: dict[Picture, _Tower] = {}
+        self._moving: set[Active] = set()
+        self._wake = asyncio.Event()
+        self._loops: list[asyncio.Task[None]] = []
+        self._fatal: BaseException | None = None
+        self.steps = 0
+
+    # What a request's coroutine calls.
+
+    @asynccontextmanager
+    async def admit(self, id: str, tokens: int, media: bool, priority: int) -> AsyncIterator[Active]:
+        """Within the block the request is the batcher's to schedule; leaving it, however, takes it out."""
+        self._start()
+        job = Job(tokens, time.perf_counter(), media=media, priority=priority)
+        active = Active(id, job, asyncio.get_running_loop().create_future())
+        self._active[job] = active
+        self.batcher.add(job)
+        try:
+            yield active
+        finally:
+            del self._active[job]
+            self._moving.discard(active)
+            active.finished.cancel()
+            job.ready = 0
+            if not job.pictures:  # else others wait for one of them: it leaves with the last
+                self.batcher.remove(job)
+            self.wake()
+
+    async def encode(self, active: Active, inputs: MediaInputs) -> Encoded[Any]:
+        """The feature output of one item, when the batcher's turn comes to it."""
+        job, picture = active.job, Picture(inputs.patches, inputs.shape_key)
+        waiting = _Tower(inputs, asyncio.get_running_loop().create_future())
+        self._tower[picture] = waiting
+        job.pictures.append(picture)
+        self.wake()
+        try:
+            return await waiting.output
+        finally:
+            del self._tower[picture]
+            job.pictures.remove(picture)
+            if job not in self._active and not job.pictures:
+                self.batcher.remove(job)
+
+    async def merge(self, active: Active, merge: Callable[[], Prefill]) -> Prefill:
+        """Run a merge on the text lane, ahead of the driver's next choice."""
+        self._check()
+        self._moving.add(active)
+        active.prefill = (await self._lanes.text.run(merge)).take()
+        return active.prefill
+
+    async def prefill(self, active: Active) -> None:
+        """Prefill the merged sequence to its end."""
+        assert active.prefill is not None
+        self._check()
+        job = active.job
+        job.done, job.ready = active.prefill.kv.length, job.tokens
+        job.legal_end = active.prefill.sequence.legal_end
+        self._moving.discard(active)
+        self.wake()
+        await active.finished
+
+    def settled(self, active: Active) -> None:
+        """The request waits for something that no lane is doing for it; the driver need not hold its choice."""
+        self._moving.discard(active)
+        self.wake()
+
+    def wake(self) -> None:
+        """Something changed: choose again."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the loops."""
+        for loop in self._loops:
+            loop.cancel()
+
+    @property
+    def loops(self) -> set[asyncio.Task[None]]:
+        """The driver's own tasks."""
+        return set(self._loops)
+
+    # The loops.
+
+    def _start(self) -> None:
+        self._check()
+        if self._loops:
+            return
+        shared = self._lanes.vision is self._lanes.prefill
+        choices: list[Callable[[float], Work | None]] = (
+            [self.batcher.next_work] if shared else [self.batcher.next_encode, self.batcher.next_step]
+        )
+        self._loops = [asyncio.create_task(self._drive(choose, hold=shared)) for choose in choices]
+
+    async def _drive(self, choose: Callable[[float], Work | None], *, hold: bool) -> None:
+        while True:
+            work = None if hold and self._moving else choose(time.perf_counter())
+            if work is None:
+                self._wake.clear()
+                await self._wake.wait()
+            elif isinstance(work, Encode):
+                await self._splitting(work.pictures, self._encode, self._fail_picture)
+            else:
+                await self._splitting(work.takes, self._step, self._fail_take)
+
+    async def _encode(self, pictures: Seq[tuple[Job, Picture]]) -> None:
+        waiting = [(picture, self._tower[picture]) for _, picture in pictures if picture in self._tower]
+        if not waiting:
+            return
+        for picture, _ in waiting:
+            picture.running = True
+        try:
+            encoded = await self._lanes.vision.run(vision.encode, self._family, [each.inputs for _, each in waiting])
+        except BaseException:
+            for picture, _ in waiting:
+                picture.running = False
+            raise
+        for (_, each), output in zip(waiting, encoded.value, strict=True):
+            _resolve(each.output, Encoded(output, encoded.ready))
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
+
+    async def _step(self, takes: Seq[Take]) -> None:
+        assert self._plan is not None
+        takes = [take for take in takes if take.job in self._active]  # cancelled while the step was forming
+        if not takes:
+            return
+        actives = [self._active[take.job] for take in takes]
+        chunks = [Chunk(a.prefill, t.end) for a, t in zip(actives, takes, strict=True) if a.prefill is not None]
+        for take in takes:
+            take.job.running = True
+        try:
+            await self._lanes.prefill.run(run_step, self._family, self._plan, chunks)
+        finally:
+            for take in takes:
+                take.job.running = False
+        self.steps += 1
+        for active, take in zip(actives, takes, strict=True):
+            self._advance(active, take.end)
+
+    def _advance(self, active: Active, end: int) -> None:
+        active.job.done = end
+        for tell in active.on_progress:
+            tell()
+        if end == active.job.tokens:
+            _resolve(active.finished, None)
+
+    # Failures.
+
+    async def _splitting(
+        self, items: Seq[Any], run: Callable[[Seq[Any]], Awaitable[None]], fail: Callable[[Any, BaseException], None]
+    ) -> None:
+        """Run a batch; if it fails (out of memory, one bad item) run its halves, until the failing item stands alone."""
+        try:
+            await run(items)
+        except Exception as error:  # handed to the item's owner
+            if _is_fatal(error):
+                self._die(error)
+            elif len(items) == 1:
+                fail(items[0], error)
+            else:
+                middle = len(items) // 2
+                await self._splitting(items[:middle], run, fail)
+                await self._splitting(items[middle:], run, fail)
+
+    def _fail_picture(self, item: tuple[Job, Picture], error: BaseException) -> None:
+        if item[1] in self._tower:
+            _reject(self._tower[item[1]].output, _named(error, "a picture"))
+
+    def _fail_take(self, take: Take, error: BaseException) -> None:
+        if take.job in self._active:
+            take.job.ready = 0
+            _reject(self._active[take.job].finished, _named(error, f"request {self._active[take.job].id!r}"))
+
+    def _die(self, error: BaseException) -> None:
+        """The device is lost: fail every waiter at once, and whoever comes later."""
+        self._fatal = error
+        for waiting in self._tower.values():
+            _reject(waiting.output, self._closed())
+        for active in self._active.values():
+            active.job.ready = 0
+            _reject(active.finished, self._closed())
+
+    def _check(self) -> None:
+        if self._fatal is not None:
+            raise self._closed()
+
+    def _closed(self) -> EngineClosedError:
+        error = EngineClosedError(f"the engine died: {self._fatal}; start a new one")
+        error.__cause__ = self._fatal
+        return error
+
+
+def _is_fatal(error: BaseException) -> bool:
+    """Errors after which the device answers nothing any more."""
+    accelerator: type[BaseException] = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)
+    return isinstance(error, accelerator) and not isinstance(error, torch.OutOfMemoryError)
+
+
+def _named(error: BaseException, what: str) -> BaseException:
+    """Out of memory, with what did not fit; other errors as they are."""
+    memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    if not memory:
+        return error
+    named = OutOfMemoryError(f"{what} does not fit in memory, even alone: {error}")
+    named.__cause__ = error
+    return named
+
+
+def _resolve(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _reject(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

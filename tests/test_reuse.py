@@ -1,0 +1,248 @@
+"""Reuse is exact and explained: pictures by content, prefixes across requests, whether finished or in flight."""
+
+import asyncio
+
+import checkpoints
+import pytest
+import torch
+
+from mmprefill import AsyncPrefiller, PrefillConfig, Prefiller, Request
+from mmprefill.pipeline.prefix import BLOCK, PrefixStore, Spot, chain_of
+from mmprefill.results import unwrap
+
+EXACT = 1e-4
+LONG = "one long beginning that several questions share, longer than a block of tokens, and then some more of it. "
+
+
+def open_prefiller(family, **settings):
+    with checkpoints.quiet():
+        return Prefiller.from_pretrained(checkpoints.cached(family), dtype="fp32", config=PrefillConfig(**settings))
+
+
+@pytest.fixture(params=list(checkpoints.FAMILIES))
+def pair(request):
+    """A prefiller that reuses, and one that never does."""
+    with open_prefiller(request.param) as warm, open_prefiller(request.param, prefix_bytes=0, encoder_bytes=0) as cold:
+        yield warm, cold
+
+
+@pytest.fixture
+def smol():
+    with open_prefiller("smolvlm") as prefiller:
+        yield prefiller
+
+
+def same(a, b):
+    assert (a.next_token_logits - b.next_token_logits).abs().max() <= EXACT
+    assert a.next_position == b.next_position
+    for layer, pair in a.emitted.layers.items():
+        for x, y in zip(pair, b.emitted.layers[layer], strict=True):
+            assert (x[:, :, : a.emitted.length] - y[:, :, : b.emitted.length]).abs().max() <= EXACT
+
+
+def questions(prefiller, count=3):
+    """Requests that begin the same, with a picture, and end in different questions."""
+    picture = checkpoints.picture(1)
+    return [Request(prompt=f"{LONG} question number {i}?", images=[picture]) for i in range(count)]
+
+
+def test_shared_prefixes_are_exact(pair):
+    """With a finished prompt in the store, later ones that begin the same equal cold ones, and say what they reused."""
+    warm, cold = pair
+    first, *rest = questions(warm)
+    same(warm.prefill(first), cold.prefill(first))
+    for request in rest:
+        result = warm.prefill(request)
+        same(result, cold.prefill(request))
+        assert result.reuse.tokens > BLOCK or "two-way span" in result.reuse.why, result.reuse
+
+
+def test_prefixes_in_flight_are_awaited(pair):
+    """Prompts that arrive together compute their common beginning once, and equal cold ones."""
+    warm, cold = pair
+    requests = questions(warm, 4)
+    results = [unwrap(outcome) for outcome in warm.prefill_many(requests)]
+    for result, request in zip(results, requests, strict=True):
+        same(result, cold.prefill(request))
+    reused = [result.reuse.tokens for result in results]
+    assert sum(tokens > BLOCK for tokens in reused) == 3 or "two-way span" in results[-1].reuse.why
+
+
+def test_the_whole_prompt_again(pair):
+    """The same request again costs nothing: stored logits and KV, equal to the first answer."""
+    warm, _ = pair
+    request = questions(warm, 1)[0]
+    first = warm.prefill(request)
+    steps = warm._engine._driver.steps
+    again = warm.prefill(Request(prompt=request.prompt, images=request.images))
+    assert warm._engine._driver.steps == steps
+    assert torch.equal(first.next_token_logits, again.next_token_logits)
+    assert again.reuse.tokens == len(again.token_ids)
+    assert again.generate(6) == first.generate(6)
+
+
+def test_same_words_different_pictures(pair):
+    """Equal placeholders over different pictures share nothing behind the picture."""
+    warm, cold = pair
+    red, green = (Request(prompt="what colour is it?", images=[checkpoints.picture(i)]) for i in (1, 2))
+    warm.prefill(red)
+    result = warm.prefill(green)
+    same(result, cold.prefill(green))
+    start = min(start for runs in result.spans for start, _ in runs)
+    assert result.reuse.tokens <= start
+
+
+def counted(prefiller, monkeypatch):
+    """The number of pictures that the tower was given, as a list that grows."""
+    from mmprefill.encoders import vision
+
+    calls, original = [], vision.encode
+    monkeypatch.setattr(vision, "encode", lambda family, batch: calls.extend(batch) or original(family, batch))
+    return calls
+
+
+@pytest.mark.parametrize("prefix_bytes", [0, 2**28])
+def test_the_tower_runs_once_per_picture(monkeypatch, prefix_bytes):
+    """4 pictures x 8 questions, all at once, then again: exactly 4 encodings."""
+    with open_prefiller("smolvlm", prefix_bytes=prefix_bytes) as prefiller:
+        calls = counted(prefiller, monkeypatch)
+        requests = [Request(prompt=f"{q}?", images=[checkpoints.picture(p)]) for q in range(8) for p in range(4)]
+        for _ in range(2):
+            for outcome in prefiller.prefill_many(requests):
+                unwrap(outcome)
+        assert len(calls) == 4
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm", "internvl", "mistral3", "gemma3", "llava_next"])
+def test_pictures_are_encoded_one_by_one(monkeypatch, family):
+    """A picture seen in an earlier turn is not encoded again when a new one joins it, and the answer is exact."""
+    with open_prefiller(family) as warm, open_prefiller(family, prefix_bytes=0, encoder_bytes=0) as cold:
+        calls = counted(warm, monkeypatch)
+        one, two = checkpoints.picture(1), checkpoints.picture(2)
+        warm.prefill(Request(prompt="first", images=[one]))
+        assert len(calls) == 1
+        both = Request(prompt="both", images=[one, two])
+        result = warm.prefill(both)
+        assert len(calls) == 2
+        assert result.reuse.pictures == 1
+        same(result, cold.prefill(both))
+
+
+def test_a_chat_that_resends_its_history(smol):
+    """The second turn reuses the first one's tokens."""
+    picture = checkpoints.picture(3)
+    turn = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": LONG}]}]
+    smol.prefill(turn)
+    more = [*turn, {"role": "assistant", "content": "A cat."}, {"role": "user", "content": "And now?"}]
+    result = smol.prefill(more)
+    assert result.reuse.tokens >= 40
+    assert "earlier prompt" in result.reuse.why
+
+
+def test_salts_keep_tenants_apart(smol, monkeypatch):
+    """Requests with different salts share neither prefixes nor pictures."""
+    calls = counted(smol, monkeypatch)
+    for salt in ("a", "b"):
+        result = smol.prefill(Request(prompt=LONG, images=[checkpoints.picture(1)], salt=salt))
+        assert result.reuse.tokens == result.reuse.pictures == 0
+    assert len(calls) == 2
+
+
+def test_misses_are_explained(smol):
+    """`result.reuse.why` says why nothing was reused."""
+    assert "no earlier prompt" in smol.prefill(LONG).reuse.why
+    assert "asked for none" in smol.prefill(LONG, reuse=False).reuse.why
+    with open_prefiller("smolvlm", prefix_bytes=0) as off:
+        assert "off" in off.prefill(LONG).reuse.why
+    with open_prefiller("lfm2_vl") as generic:
+        assert "generic" in generic.prefill(LONG).reuse.why
+
+
+def test_stored_kv_is_never_handed_out_mutable(smol):
+    """Writing into an emitted cache does not change what the next request gets."""
+    first = smol.prefill(LONG)
+    before = first.next_token_logits.clone()
+    for layer in first.cache.layers:
+        layer.keys.zero_()
+        layer.values.zero_()
+    first.next_token_logits.zero_()
+    again = smol.prefill(LONG)
+    assert torch.equal(again.next_token_logits, before)
+    assert all(float(layer.keys.abs().max()) > 0 for layer in again.cache.layers)
+
+
+def test_hidden_states_are_computed_not_reused(smol):
+    """A request that wants every token's states gets them all, whatever is stored."""
+    smol.prefill(LONG)
+    result = smol.prefill(LONG, hidden_states=(-1,), all_logits=True)
+    assert result.reuse.tokens == 0
+    assert len(result.hidden_states[-1]) == len(result.logits) == len(result.token_ids)
+
+
+def test_stores_stay_within_their_bytes():
+    """Many different prompts and pictures: neither store outgrows its limit, the oldest go first."""
+    with open_prefiller("smolvlm", prefix_bytes=200_000, encoder_bytes=50_000) as prefiller:
+        for i in range(30):
+            prefiller.prefill(f"{i} {LONG}", images=[checkpoints.picture(i)])
+        stores = prefiller._engine._stores
+        assert 0 < stores.prefix.nbytes <= 200_000
+        assert 0 < stores.encoder.nbytes <= 50_000
+        assert prefiller.prefill(f"29 {LONG}", images=[checkpoints.picture(29)]).reuse.tokens > 0
+        assert prefiller.prefill(f"0 {LONG}", images=[checkpoints.picture(0)]).reuse.tokens < BLOCK * 2
+
+
+def test_a_cancelled_owner_leaves_followers_whole(smol):
+    """When the request whose prefix others wait for is cancelled, they finish by themselves, exactly."""
+    engine = smol._engine
+    requests = questions(smol, 3)
+
+    async def race():
+        tasks = [asyncio.ensure_future(engine.prefill(request)) for request in requests]
+        await asyncio.sleep(0.005)
+        tasks[0].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    outcomes = asyncio.run(race())
+    with open_prefiller("smolvlm", prefix_bytes=0) as cold:
+        for outcome, request in list(zip(outcomes, requests, strict=True))[1:]:
+            same(unwrap(outcome), cold.prefill(request))
+
+
+def test_watching_a_request():
+    """Progress comes after each chunk, with KV that is already that of the end; the result comes last."""
+    with checkpoints.quiet():
+        engine = AsyncPrefiller.from_pretrained(
+            checkpoints.cached("qwen2_5_vl"), dtype="fp32", config=PrefillConfig(chunk_tokens=20)
+        )
+
+    async def watch():
+        return [update async for update in engine.watch(LONG, images=[checkpoints.picture(1)])]
+
+    *progress, result = asyncio.run(watch())
+    engine.close()
+    assert [update.done for update in progress][-1] == len(result.token_ids)
+    assert len(progress) > 2
+    for update in progress:
+        early = update.cache.layers[0].keys
+        assert early.shape[2] == update.done
+        assert torch.equal(early, result.cache.layers[0].keys[:, :, : update.done])
+
+
+def test_chains():
+    """A chain changes with any token, any picture, its place and the salt, and a hash never covers a part only."""
+    ids = list(range(50))
+    spot = Spot(b"k" * 32, ((20, 30),))
+    chain = chain_of(ids, [spot])
+    assert len(chain.blocks) == 3
+    assert chain == chain_of(ids, [spot])
+    others = [
+        chain_of([*ids[:-1], 99], [spot]),
+        chain_of(ids, [Spot(b"j" * 32, ((20, 30),))]),
+        chain_of(ids, [Spot(b"k" * 32, ((21, 31),))]),
+        chain_of(ids, []),
+        chain_of(ids, [spot], salt="a"),
+    ]
+    assert len({chain.whole, *(other.whole for other in others)}) == 6
+    assert others[0].blocks == chain.blocks
+    assert others[1].blocks[0] == chain.blocks[0] != others[4].blocks[0]
+    assert PrefixStore(0).match(chain) is None
