@@ -38,7 +38,9 @@ class EncoderCache:
         self._flying: dict[bytes, _Flight] = {}
         self.nbytes = 0
 
-    async def get(self, key: bytes, encode: Callable[[], Coroutine[Any, Any, Encoded[Any]]]) -> tuple[Encoded[Any], bool]:
+    async def get(
+        self, key: bytes, encode: Callable[[], Coroutine[Any, Any, Encoded[Any]]]
+    ) -> tuple[Encoded[Any], bool]:
         """The output for a key, and whether it was there or on its way; else `encode` is called, once for all who ask.
 
         A caller that leaves does not stop an encoding that others wait for; the last one to leave does.

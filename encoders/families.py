@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from mmprefill.errors import UnsupportedModelError
 
@@ -34,9 +33,9 @@ class Family:
         features: medium -> the model's own feature function, where it has one.
     """
 
-    model: nn.Module
-    base: nn.Module
-    decoder: nn.Module
+    model: Any
+    base: Any
+    decoder: Any
     placeholders: dict[str, int]
     features: dict[str, Callable[..., Any]]
 
@@ -86,7 +85,7 @@ def objection(model_class: type, kinds: Sequence[str]) -> str:
     return ""
 
 
-def describe(model: nn.Module) -> Family:
+def describe(model: Any) -> Family:
     """Find decoder, placeholders and feature functions of a loaded model.
 
     Raises:
@@ -99,7 +98,7 @@ def describe(model: nn.Module) -> Family:
     return Family(model, base, _decoder(model, base), _placeholders(config), _feature_functions(base))
 
 
-def _decoder(model: nn.Module, base: nn.Module) -> nn.Module:
+def _decoder(model: Any, base: Any) -> Any:
     """The innermost text decoder: what turns `inputs_embeds` into a last hidden state."""
     found = next((getattr(base, n) for n in ("language_model", "text_model") if hasattr(base, n)), None)
     if found is None:
@@ -121,6 +120,6 @@ def _placeholders(config: Any) -> dict[str, int]:
     return found
 
 
-def _feature_functions(base: nn.Module) -> dict[str, Callable[..., Any]]:
+def _feature_functions(base: Any) -> dict[str, Callable[..., Any]]:
     functions = {medium: getattr(base, f"get_{medium}_features", None) for medium in MEDIA}
     return {medium: function for medium, function in functions.items() if function is not None}

@@ -24,7 +24,7 @@ _HOMES = {
     "Request": "types",
     "load": "pipeline.kv_store",
 }
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

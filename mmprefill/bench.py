@@ -13,7 +13,8 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -107,7 +108,10 @@ def compare(
     """Run the systems side by side; yields one record per variant and system."""
     for variant in variants:
         with ExitStack() as stack:
-            workers = {name: stack.enter_context(_worker(name, model, workload, variant, requests, dtype, threads)) for name in systems}
+            workers = {
+                name: stack.enter_context(_worker(name, model, workload, variant, requests, dtype, threads))
+                for name in systems
+            }
             for _ in range(repeats):
                 for worker in workers.values():
                     worker.run()

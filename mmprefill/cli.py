@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from mmprefill.errors import MMPrefillError
 if TYPE_CHECKING:
     from mmprefill.prefiller import Prefiller
 
+DESCRIPTION = "Image+text requests in, KV caches out: exact multimodal prefill on stock Hugging Face models."
 EPILOG = """examples:
   mmprefill run "What is in this picture?" --image cat.jpg --generate 32
   mmprefill run --model Qwen/Qwen2.5-VL-3B-Instruct --requests requests.jsonl --json
@@ -39,7 +41,7 @@ def main(argv: Seq[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mmprefill", description=__import__("mmprefill").__doc__.splitlines()[0], epilog=EPILOG,
+        prog="mmprefill", description=DESCRIPTION, epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -56,16 +58,22 @@ def _add_model_options(parser: argparse.ArgumentParser, *, positional: bool = Fa
     else:
         parser.add_argument("--model", help="folder or hub id; default: the bundled model")
     parser.add_argument("--device", help="torch device; default: the first GPU, else the CPU")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "bf16", "fp16", "fp32"], help="default: the checkpoint's")
+    parser.add_argument(
+        "--dtype", default="auto", choices=["auto", "bf16", "fp16", "fp32"], help="default: the checkpoint's"
+    )
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--token", help="hub token for gated checkpoints")
 
 
 def _add_run(commands: Any) -> None:
-    parser = commands.add_parser("run", help="prefill pictures and a prompt, or a JSONL of requests, and show what came out")
+    parser = commands.add_parser(
+        "run", help="prefill pictures and a prompt, or a JSONL of requests, and show what came out"
+    )
     parser.add_argument("prompt", nargs="?", help="one user turn; or use --requests")
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; repeat for several")
-    parser.add_argument("--requests", type=Path, metavar="JSONL", help="one request a line: prompt or messages, images, id")
+    parser.add_argument(
+        "--requests", type=Path, metavar="JSONL", help="one request a line: prompt or messages, images, id"
+    )
     parser.add_argument("--generate", type=int, default=0, metavar="N", help="also answer with at most N tokens")
     parser.add_argument("--top", type=int, default=3, metavar="K", help="most probable next tokens to show (default 3)")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write each KV cache there as ID.kv.safetensors")
@@ -78,9 +86,15 @@ def _add_verify(commands: Any) -> None:
     parser = commands.add_parser(
         "verify", help="compare every path with plain transformers on a checkpoint; exit code 1 if one is out of bounds"
     )
-    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="pictures to use instead of made-up ones")
-    parser.add_argument("--tokens", type=int, default=16, metavar="N", help="length of the greedy continuations (default 16)")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], metavar="N", help="torch threads to repeat with")
+    parser.add_argument(
+        "--image", action="append", default=[], metavar="FILE", help="pictures to use instead of made-up ones"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=16, metavar="N", help="length of the greedy continuations (default 16)"
+    )
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[1, 2], metavar="N", help="torch threads to repeat with"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     _add_model_options(parser, positional=True)
     parser.set_defaults(run=_verify)
@@ -143,9 +157,9 @@ def _run(arguments: argparse.Namespace) -> int:
         answers = prefiller.decode_many(outcomes, arguments.generate) if arguments.generate else [None] * len(outcomes)
         records = []
         for request, outcome, answer in zip(requests, outcomes, answers, strict=True):
-            if isinstance(outcome, BaseException):
+            if isinstance(outcome, BaseException) or isinstance(answer, BaseException):
                 failed += 1
-                records.append(failure_record(request, outcome))
+                records.append(failure_record(request, outcome if isinstance(outcome, BaseException) else answer))
                 continue
             saved = _save(arguments.save, outcome) if arguments.save else None
             records.append(result_record(outcome, answer, arguments.top, saved))
@@ -189,7 +203,11 @@ def read_requests(path: Path) -> Iterator[Any]:
             continue
         try:
             fields = json.loads(line)
-            known = {key: fields[key] for key in ("id", "prompt", "messages", "input_ids", "images", "videos") if key in fields}
+            known = {
+                key: fields[key]
+                for key in ("id", "prompt", "messages", "input_ids", "images", "videos")
+                if key in fields
+            }
             known["images"] = [_relative(path.parent, source) for source in known.get("images", ())]
             yield Request(**known)
         except (ValueError, TypeError, AttributeError) as error:
@@ -213,7 +231,17 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     with _open(arguments) as prefiller:
         half = str(prefiller.session.family.dtype) != "torch.float32"
-        fp32 = load(arguments.model, device=arguments.device, dtype="fp32", revision=arguments.revision, token=arguments.token) if half else None
+        fp32 = (
+            load(
+                arguments.model,
+                device=arguments.device,
+                dtype="fp32",
+                revision=arguments.revision,
+                token=arguments.token,
+            )
+            if half
+            else None
+        )
         report = verify(
             prefiller,
             fp32=fp32,

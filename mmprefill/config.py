@@ -92,7 +92,10 @@ class PrefillConfig:
 
     def __post_init__(self) -> None:
         _check_positive(self, "step_tokens", "vision_patches", "intake_threads", "max_waiting", "ageing")
-        _check_positive(self, *(name for name in ("chunk_tokens", "admission_rate", "max_tokens") if getattr(self, name) is not None))
+        _check_positive(
+            self,
+            *(name for name in ("chunk_tokens", "admission_rate", "max_tokens") if getattr(self, name) is not None),
+        )
         if self.policy not in POLICIES:
             raise ValueError(f"PrefillConfig.policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
         for name in ("encoder_bytes", "prefix_bytes"):

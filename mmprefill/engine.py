@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from asyncio_throttle import Throttler
+from asyncio_throttle.throttler import Throttler
 from torch import Tensor
 
 from mmprefill.config import PrefillConfig
@@ -68,7 +68,8 @@ class AsyncPrefiller:
             prefix_bytes=self.config.prefix_bytes,
         )
         self._door = asyncio.Semaphore(self.config.max_waiting)
-        self._rate = Throttler(self.config.admission_rate) if self.config.admission_rate else None
+        rate = self.config.admission_rate
+        self._rate = Throttler(rate_limit=1, period=1 / rate) if rate else None
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mmprefill-engine", daemon=True)
@@ -120,7 +121,9 @@ class AsyncPrefiller:
                         pass
                 yield
         except TimeoutError as error:
-            raise DeadlineError(f"request {request.id!r}: not done within its deadline of {request.deadline} s") from error
+            raise DeadlineError(
+                f"request {request.id!r}: not done within its deadline of {request.deadline} s"
+            ) from error
 
     @asynccontextmanager
     async def _scheduled(self, prepared: Prepared, watch: Watch | None) -> AsyncIterator[tuple[Active, Plan]]:
@@ -141,7 +144,9 @@ class AsyncPrefiller:
         """Encode and merge what an earlier prompt does not give, and take over what it does."""
         shared = min(await self._stores.shared_rows(plan), len(prepared.input_ids) - 1)
         clock.lap("awaited")
-        encoded = None if 0 < plan.media_end <= shared else await self._stores.encode(self._driver, active, plan, prepared)
+        encoded = (
+            None if 0 < plan.media_end <= shared else await self._stores.encode(self._driver, active, plan, prepared)
+        )
         clock.lap("vision")
         prefill = await self._driver.merge(active, partial(self._merge, prepared, encoded))
         start = prefill.sequence.legal_start(shared)
@@ -291,7 +296,9 @@ class AsyncPrefiller:
         result = await self.prefill(prompt, **fields)
         return await asyncio.to_thread(result.generate, max_new_tokens)
 
-    async def generate_many(self, requests: Iterable[Any], max_new_tokens: int = 64) -> list[Generation | BaseException]:
+    async def generate_many(
+        self, requests: Iterable[Any], max_new_tokens: int = 64
+    ) -> list[Generation | BaseException]:
         """Prefill requests together and decode the emitted caches together, greedily; equal to each alone."""
         outcomes = await self.prefill_many(requests)
         return await asyncio.to_thread(self.decode_many, outcomes, max_new_tokens)

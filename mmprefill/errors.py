@@ -1,19 +1,19 @@
 """Exceptions, one class per reaction of the caller.
 
-    MMPrefillError
-    ├── RequestError(ValueError)     fix the request: the message names request, item and accepted range
-    │   ├── MediaError               fix or drop that picture
-    │   │   ├── MediaLimitError      raise the named limit, or shrink the picture
-    │   │   └── MediaForbiddenError  allow the host, URL or folder, if it is meant to be allowed
-    │   ├── PlaceholderError         make placeholders and pictures agree
-    │   └── PromptTooLongError       shorten the prompt; carries the split into text and media tokens
-    ├── MediaFetchError              the network failed; trying again may help
-    ├── ModelError(ValueError)       choose another checkpoint or fix its folder
-    │   └── UnsupportedModelError    this kind of model has no path here; says why
-    ├── ArtefactError(ValueError)    the KV file is damaged, foreign or made for something else
-    ├── DeadlineError                the request's own deadline passed; give it more time, or drop it
-    ├── OutOfMemoryError             one request does not fit in memory, even alone
-    └── EngineClosedError            the engine was closed, or died (see __cause__); start a new one
+MMPrefillError
+├── RequestError(ValueError)     fix the request: the message names request, item and accepted range
+│   ├── MediaError               fix or drop that picture
+│   │   ├── MediaLimitError      raise the named limit, or shrink the picture
+│   │   └── MediaForbiddenError  allow the host, URL or folder, if it is meant to be allowed
+│   ├── PlaceholderError         make placeholders and pictures agree
+│   └── PromptTooLongError       shorten the prompt; carries the split into text and media tokens
+├── MediaFetchError              the network failed; trying again may help
+├── ModelError(ValueError)       choose another checkpoint or fix its folder
+│   └── UnsupportedModelError    this kind of model has no path here; says why
+├── ArtefactError(ValueError)    the KV file is damaged, foreign or made for something else
+├── DeadlineError                the request's own deadline passed; give it more time, or drop it
+├── OutOfMemoryError             one request does not fit in memory, even alone
+└── EngineClosedError            the engine was closed, or died (see __cause__); start a new one
 """
 
 

@@ -54,7 +54,9 @@ class ModelBundle:
     @cached_property
     def processor_digest(self) -> str:
         """Digest of everything that the processor's settings say, hex."""
-        settings = self.processor.to_json_string() if hasattr(self.processor, "to_json_string") else repr(self.processor)
+        settings = (
+            self.processor.to_json_string() if hasattr(self.processor, "to_json_string") else repr(self.processor)
+        )
         template = str(getattr(self.processor, "chat_template", ""))
         return hashlib.blake2b(f"{len(settings)}:{settings}{template}".encode(), digest_size=16).hexdigest()
 
@@ -95,9 +97,9 @@ def load(
     for option in ("min_pixels", "max_pixels"):  # the sizes hold them now; a tokenizer's options go to every call
         getattr(processor.tokenizer, "init_kwargs", {}).pop(option, None)
     _check_sizes(name, processor)
-    chosen = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = model.to(chosen).eval().requires_grad_(False)
-    return ModelBundle(model, processor, name, revision)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    model.to(torch.device(default if device is None else device))  # type: ignore[arg-type]  # a decorated method
+    return ModelBundle(model.eval().requires_grad_(False), processor, name, revision)
 
 
 def _dtype(dtype: str | torch.dtype) -> Any:
@@ -113,7 +115,9 @@ def _check_config(name: str, where: dict[str, Any]) -> None:
     if Path(name).exists() and not (Path(name) / "config.json").is_file():
         raise ModelError(f"{name!r} holds no config.json; pass the folder of a Hugging Face checkpoint")
     try:
-        raw, _ = AutoConfig.get_config_dict(name, **where) if hasattr(AutoConfig, "get_config_dict") else _raw(name, where)
+        raw, _ = (
+            AutoConfig.get_config_dict(name, **where) if hasattr(AutoConfig, "get_config_dict") else _raw(name, where)
+        )
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{name!r} is not a local folder, and the hub could not be reached or does not know it: {_first_line(error)}. "

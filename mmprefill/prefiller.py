@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterable, Iterator, Sequence as Seq
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,7 +75,7 @@ class Prefiller:
         results = self._engine.stream(requests)
         while True:
             try:
-                yield self._wait(anext(results))
+                yield self._wait(_next(results))
             except StopAsyncIteration:
                 return
 
@@ -114,3 +115,7 @@ class Prefiller:
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._engine.submit(coroutine).result()
+
+
+async def _next(results: AsyncIterator[Outcome]) -> Outcome:
+    return await anext(results)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ def result_record(result: PrefillResult, answer: Generation | None, top: int, sa
     return record
 
 
-def failure_record(request: Request, error: BaseException) -> dict[str, Any]:
+def failure_record(request: Request, error: Any) -> dict[str, Any]:
     """What `mmprefill run` says of a request that failed."""
     return {"id": request.id, "error": type(error).__name__, "message": str(error)}
 
@@ -69,7 +70,9 @@ def show_results(prefiller: Prefiller, records: Seq[Mapping[str, Any]]) -> None:
     session = prefiller.session
     console = _console()
     path = "packed" if session.route.packed else f"generic: {session.route.reason}"
-    console.print(f"{session.family.name} on {session.family.device}, {str(session.family.dtype)[6:]}, {path}", highlight=False)
+    console.print(
+        f"{session.family.name} on {session.family.device}, {str(session.family.dtype)[6:]}, {path}", highlight=False
+    )
     table = Table("request", "tokens", "KV cache", "next token", "seconds", highlight=False)
     answered = any("answer" in record for record in records)
     if answered:

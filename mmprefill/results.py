@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -45,7 +46,7 @@ class Session:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end a generation, from the checkpoint's generation config."""
-        stops = self.family.model.generation_config.eos_token_id
+        stops: Any = self.family.model.generation_config.eos_token_id
         if stops is None:
             return ()
         return (stops,) if isinstance(stops, int) else tuple(stops)
@@ -106,7 +107,7 @@ class PrefillResult:
     media: tuple[MediaItem, ...] = ()
     spans: tuple[tuple[tuple[int, int], ...], ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
-    reuse: Reuse = Reuse()
+    reuse: Reuse = field(default_factory=Reuse)
     route: str = "packed"
     attention: str = "causal"
 
@@ -150,7 +151,13 @@ class PrefillResult:
             raise ValueError("generate returns one sequence; call model.generate(cache=result.cache, ...) for several")
         arguments = {"do_sample": False, "max_new_tokens": max_new_tokens, **arguments}
         sequences = self._on_lane(
-            decode.generate, self.session.family, self.emitted, self.token_ids, self.next_token_logits, self.next_position, arguments
+            decode.generate,
+            self.session.family,
+            self.emitted,
+            self.token_ids,
+            self.next_token_logits,
+            self.next_position,
+            arguments,
         )
         ids = tuple(sequences[0, len(self.token_ids) :].tolist())
         return Generation(ids, self.session.text(ids))
@@ -178,7 +185,9 @@ class PrefillResult:
     def pooled(self, pooling: str = "last", layer: int = -1) -> Tensor:
         """One vector [D] from the hidden states of a layer that the request asked for: "last" or "mean" over tokens."""
         if layer not in self.hidden_states:
-            raise ValueError(f"ask for the layer first: Request(hidden_states=({layer},)); have {sorted(self.hidden_states)}")
+            raise ValueError(
+                f"ask for the layer first: Request(hidden_states=({layer},)); have {sorted(self.hidden_states)}"
+            )
         states = self.hidden_states[layer]
         if pooling not in ("last", "mean"):
             raise ValueError(f"pooling must be 'last' or 'mean', got {pooling!r}")

@@ -75,7 +75,7 @@ class Lane:
             EngineClosedError: after `close`.
         """
         try:
-            return self._pool.submit(self._run, function, *args, **kwargs)
+            return self._pool.submit(lambda: self._run(function, *args, **kwargs))
         except RuntimeError as error:
             raise EngineClosedError("the engine is closed") from error
 

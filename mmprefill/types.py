@@ -9,14 +9,14 @@ Shape legend, used in names and comments throughout:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-    from mmprefill.media import Picture
 
 _ids = itertools.count(1)
 

@@ -7,9 +7,11 @@ our difference stands transformers' own, between its sdpa and eager attention: w
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,10 +27,10 @@ from mmprefill.types import Prepared, Request
 
 ABSOLUTE = 1e-4  # fp32, tiny checkpoints; DESIGN: elsewhere twice transformers' own sdpa/eager difference
 BF16_FACTOR = 1.25
-_WORDS = (
+_PROSE = (
     "the cat saw a red house near water and then seven small boats went north before dinner while somebody painted "
     "every window blue because light from one lamp fell on an old map"
-).split()
+)
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def sample_requests(prefiller: Prefiller, images: Seq[Any] | None = None, seed: 
     draw = random.Random(seed)  # noqa: S311 - a fixture, not a secret
 
     def text(words: int) -> str:
-        return " ".join(draw.choice(_WORDS) for _ in range(words))
+        return " ".join(draw.choice(_PROSE.split()) for _ in range(words))
 
     def image(i: int) -> Any:
         return pool[i % len(pool)]
@@ -155,7 +157,9 @@ def sample_requests(prefiller: Prefiller, images: Seq[Any] | None = None, seed: 
             )
             for i, layout in enumerate(layouts)
         ]
-    return [Request(messages=[{"role": "user", "content": _parts(layout)}], id=f"r{i}") for i, layout in enumerate(layouts)]
+    return [
+        Request(messages=[{"role": "user", "content": _parts(layout)}], id=f"r{i}") for i, layout in enumerate(layouts)
+    ]
 
 
 def _parts(layout: Seq[Any]) -> list[dict[str, Any]]:
@@ -204,7 +208,13 @@ def verify(
         on_progress(name)
         rows.append(judge.row(name, run(), new_tokens))
     own = judge.compare("transformers sdpa vs eager", plain, eager)
-    return Report(session.bundle.source, str(session.family.dtype).removeprefix("torch."), session.route.reason or "packed", own, rows)
+    return Report(
+        session.bundle.source,
+        str(session.family.dtype).removeprefix("torch."),
+        session.route.reason or "packed",
+        own,
+        rows,
+    )
 
 
 @dataclass(frozen=True)
@@ -224,11 +234,14 @@ class _Judge:
     @classmethod
     def against_fp32(cls, plain: list[Reference], truth: list[Reference]) -> _Judge:
         logits, kv = _errors(plain, truth)
-        return cls(truth, BF16_FACTOR * logits.max, BF16_FACTOR * kv.max, (BF16_FACTOR * logits.rms, BF16_FACTOR * kv.rms))
+        return cls(
+            truth, BF16_FACTOR * logits.max, BF16_FACTOR * kv.max, (BF16_FACTOR * logits.rms, BF16_FACTOR * kv.rms)
+        )
 
     def row(self, path: str, results: Seq[PrefillResult], new_tokens: int) -> Row:
         ours = [
-            Reference(r.next_token_logits, _tensors(r.cache), list(r.generate(new_tokens).token_ids), []) for r in results
+            Reference(r.next_token_logits, _tensors(r.cache), list(r.generate(new_tokens).token_ids), [])
+            for r in results
         ]
         return self.compare(path, self.truth, ours)
 
@@ -256,7 +269,7 @@ def _paths(
 ) -> Iterator[tuple[str, Callable[[], list[PrefillResult]]]]:
     yield "alone", lambda: [prefiller.prefill(request) for request in requests]
     for count in threads:
-        yield f"packed, {count} thread{'s' * (count > 1)}", lambda count=count: _threaded(prefiller, requests, count)
+        yield f"packed, {count} thread{'s' * (count > 1)}", partial(_threaded, prefiller, requests, count)
     yield "packed, shuffled", lambda: _shuffled(prefiller, requests)
 
 
@@ -282,7 +295,9 @@ def _shuffled(prefiller: Prefiller, requests: Seq[Request]) -> list[PrefillResul
 @contextmanager
 def attention(model: Any, implementation: str) -> Iterator[None]:
     """Within the block every part of the model uses a stock attention; nothing else may run on the model meanwhile."""
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")}
+    configs = {
+        id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
+    }
     before = {key: config._attn_implementation for key, config in configs.items()}
     wanted = "eager" if any(getattr(c, "attn_logit_softcapping", None) for c in configs.values()) else implementation
     try:
@@ -298,7 +313,9 @@ def reference(model: Any, prepared: Prepared, new_tokens: int) -> Reference:
     """One request through the composite model's own forward and `generate`."""
     dtype = model.get_input_embeddings().weight.dtype
     inputs = {
-        name: t.to(model.device, dtype if t.is_floating_point() else None) for name, t in prepared.inputs.items() if name != "labels"
+        name: t.to(model.device, dtype if t.is_floating_point() else None)
+        for name, t in prepared.inputs.items()
+        if name != "labels"
     }
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     with torch.no_grad():
@@ -318,7 +335,13 @@ def _tensors(cache: Any) -> list[Tensor]:
     for layer in cache.layers:
         for name in ("keys", "values", "conv_states", "recurrent_states"):
             value = getattr(layer, name, None)
-            values = value if isinstance(value, (list, tuple)) else list(value.values()) if isinstance(value, dict) else [value]
+            values = (
+                value
+                if isinstance(value, (list, tuple))
+                else list(value.values())
+                if isinstance(value, dict)
+                else [value]
+            )
             found += [t for t in values if isinstance(t, Tensor) and t.numel()]
     return found
 

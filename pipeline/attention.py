@@ -112,7 +112,7 @@ def _ragged_mask(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plain_eager(module: torch.nn.Module) -> Callable[..., tuple[Tensor, Any]]:
-    function: Callable[..., tuple[Tensor, Any]] = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+    function: Callable[..., tuple[Tensor, Any]] = sys.modules[type(module).__module__].eager_attention_forward
     return function
 
 
@@ -271,5 +271,7 @@ def install(config: Any) -> None:
     if current in _NAMES.values():
         return
     if current not in _NAMES:
-        raise ValueError(f"attention implementation {current!r} cannot be packed; load the model with 'sdpa' or 'eager'")
+        raise ValueError(
+            f"attention implementation {current!r} cannot be packed; load the model with 'sdpa' or 'eager'"
+        )
     config._attn_implementation = _NAMES[current]

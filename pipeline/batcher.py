@@ -7,7 +7,7 @@ it may into a budget. The same batcher drives the engine and the simulator, on w
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 _numbers = itertools.count()
@@ -76,11 +76,11 @@ def first_come(job: Job, now: float) -> tuple[float, ...]:
     return (job.arrived,)
 
 
-def text_first(ageing: float = 2.0) -> Order:
-    """Text before pictures; a job that has waited longer than `ageing` seconds counts as text, so that none starves."""
+def text_first(ageing: float = 10.0) -> Order:
+    """A request with pictures goes after the texts that come up to `ageing` seconds later than it; none starves."""
 
     def order(job: Job, now: float) -> tuple[float, ...]:
-        return (float(job.media and now - job.arrived < ageing), job.arrived)
+        return (job.arrived + ageing * job.media,)
 
     return order
 
@@ -135,18 +135,32 @@ class Encode:
 class Batcher:
     """Jobs waiting for tower and decoder.
 
+    A job joins a step if what that saves everybody who waits (one `overhead`) outweighs what it costs those who are in
+    the step already (its tokens). So a short queue is served in short steps, and a long one in full ones.
+
     Args:
         order: ranks jobs.
         step_tokens: most tokens of a step; a chunk that cannot be smaller still runs, alone.
         chunk_tokens: most tokens of one job in a step; None for no bound but the step's.
         vision_patches: most patches of a tower call; a larger picture still runs, alone.
+        overhead: tokens that take as long as starting a step. 0 for one job per step, infinite for steps as full as
+            they can be.
+        patch_tokens: tokens that the decoder runs in the time of one patch; matters where both share a lane.
     """
 
     def __init__(
-        self, order: Order = first_come, *, step_tokens: int = 1024, chunk_tokens: int | None = None, vision_patches: int = 4096
+        self,
+        order: Order = first_come,
+        *,
+        step_tokens: int = 1024,
+        chunk_tokens: int | None = None,
+        vision_patches: int = 4096,
+        overhead: float = 256.0,
+        patch_tokens: float = 0.5,
     ) -> None:
         self.order = order
         self.step_tokens, self.chunk_tokens, self.vision_patches = step_tokens, chunk_tokens, vision_patches
+        self.overhead, self.patch_tokens = overhead, patch_tokens
         self.jobs: list[Job] = []
 
     def add(self, job: Job) -> None:
@@ -159,54 +173,81 @@ class Batcher:
 
     def next_step(self, now: float) -> Step | None:
         """Chunks for the decoder, or None if nothing is ready."""
-        takes: list[Take] = []
-        left = self.step_tokens
-        for job in self._ranked(now):
-            if job.running or job.ready <= job.done:
-                continue
-            end = self._end(job, left)
-            if end > job.done and (end - job.done <= left or not takes):
-                takes.append(Take(job, end))
-                left -= end - job.done
-            if left <= 0:
-                break
-        return Step(tuple(takes)) if takes else None
+        return self._step(self._ranked(now))
 
     def next_encode(self, now: float) -> Encode | None:
         """Pictures for the tower, or None if none waits. The first one's group decides who may join."""
-        chosen: list[tuple[Job, Picture]] = []
-        left = self.vision_patches
-        for job, picture in self._waiting_pictures(now):
-            fits = picture.patches <= left and picture.group == chosen[0][1].group if chosen else True
-            if fits:
-                chosen.append((job, picture))
-                left -= picture.patches
-        return Encode(tuple(chosen)) if chosen else None
+        return self._encode(self._ranked(now))
 
     def next_work(self, now: float) -> Step | Encode | None:
         """Where tower and decoder share one lane: what the first job in order needs next.
 
-        A step that would run far below its budget waits for pictures of the same rank class to fill it only if the first
-        job itself needs one; so no text waits behind a picture, and no finished picture behind another.
+        A job with pictures to come is not begun here while anything else can run: it would take a step more, and no
+        lane is idle. A step of jobs with pictures waits for another picture where filling it pays; no text ever does.
         """
-        for job in self._ranked(now):
-            if not job.running and job.ready > job.done:
-                return self.next_step(now)
+        ranked = self._ranked(now)
+        for job in ranked:
+            if _whole(job):
+                step = self._step([each for each in ranked if _whole(each)])
+                return self._gathering(step, ranked) or step
             if any(not picture.running for picture in job.pictures):
-                return self.next_encode(now)
-        return None
+                return self._encode(ranked)
+        return self._step(ranked)
 
     def _ranked(self, now: float) -> list[Job]:
         return sorted(self.jobs, key=lambda job: (*self.order(job, now), job.number))
 
-    def _waiting_pictures(self, now: float) -> Iterator[tuple[Job, Picture]]:
-        for job in self._ranked(now):
-            for picture in job.pictures:
-                if not picture.running:
-                    yield job, picture
+    def _step(self, ranked: Iterable[Job]) -> Step | None:
+        takes: list[Take] = []
+        left = self.step_tokens
+        for job in ranked:
+            if job.running or job.ready <= job.done:
+                continue
+            end = self._end(job, left)
+            tokens = end - job.done
+            if tokens > 0 and (not takes or (tokens <= left and self._saves(tokens, len(takes)))):
+                takes.append(Take(job, end))
+                left -= tokens
+            if left <= 0:
+                break
+        return Step(tuple(takes)) if takes else None
 
     def _end(self, job: Job, left: int) -> int:
         """Where the job's next chunk ends: at the budget if it may, else at the next legal place that is ready."""
         room = max(1, min(left, self.chunk_tokens or left))
         end = job.legal_end(job.done, min(job.done + room, job.ready))
         return end if end <= job.ready else job.done
+
+    def _encode(self, ranked: Iterable[Job]) -> Encode | None:
+        chosen: list[tuple[Job, Picture]] = []
+        left = self.vision_patches
+        for job, picture in _waiting_pictures(ranked):
+            if not chosen or (picture.patches <= left and picture.group == chosen[0][1].group):
+                chosen.append((job, picture))
+                left -= picture.patches
+        return Encode(tuple(chosen)) if chosen else None
+
+    def _gathering(self, step: Step | None, ranked: Iterable[Job]) -> Encode | None:
+        """Pictures to encode before a step that is far from full, if that pays."""
+        if step is None or not all(take.job.media for take in step.takes):
+            return None
+        encode = self._encode(ranked)
+        if encode is None or step.tokens + encode.pictures[0][0].remaining > self.step_tokens:
+            return None
+        return encode if self._saves(encode.patches * self.patch_tokens, len(step.takes)) else None
+
+    def _saves(self, tokens: float, delayed: int) -> bool:
+        """Whether delaying some jobs by the time of `tokens` costs less than all others gain by a step that is saved."""
+        return delayed * tokens <= self.overhead * (len(self.jobs) - delayed)
+
+
+def _whole(job: Job) -> bool:
+    """Everything that is left of it can be prefilled."""
+    return not job.running and job.done < job.ready == job.tokens
+
+
+def _waiting_pictures(jobs: Iterable[Job]) -> Iterator[tuple[Job, Picture]]:
+    for job in jobs:
+        for picture in job.pictures:
+            if not picture.running:
+                yield job, picture

@@ -6,7 +6,8 @@ All of it reads the stored KV and never changes it: choices leave no trace, deco
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ Emitted = Any  # SequenceKV on the packed path, a transformers Cache on the gene
 
 def fresh_cache(family: Family, emitted: Emitted, *, own: bool = False) -> Any:
     """A transformers cache to decode from; the emitted one stays as it is. `own`: its tensors may be written into."""
-    return hand_over(family.text_config, emitted, own=own) if isinstance(emitted, SequenceKV) else copy.deepcopy(emitted)
+    return (
+        hand_over(family.text_config, emitted, own=own) if isinstance(emitted, SequenceKV) else copy.deepcopy(emitted)
+    )
 
 
 def logits_after(

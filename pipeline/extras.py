@@ -7,7 +7,8 @@ row per marked token; they are cut by counting marks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ def _marks(part: Part) -> Tensor:
     extras, _, _, length = part
     for value in extras.values():
         if _is_token_axis(value, length) and value.dtype == torch.bool:
-            return value.reshape(length, -1)[:, 0]
+            marks: Tensor = value.reshape(length, -1)[:, 0]
+            return marks
     raise AssertionError("row extras come with a bool mask over the tokens")
 
 

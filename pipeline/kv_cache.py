@@ -196,7 +196,7 @@ def hand_over(config: Any, kv: SequenceKV, *, own: bool = False) -> DynamicCache
     cache = DynamicCache(config=config)
     for layer, _ in sorted(kv.layers.items()):
         key, value = kv.view(layer, kv.length)
-        target = cache.layers[layer]
+        target: Any = cache.layers[layer]
         target.lazy_initialization(key, value)
         if getattr(target, "is_sliding", False):
             keep = target.sliding_window - 1

@@ -41,7 +41,7 @@ def replaced(module: nn.Module, name: str, function: Callable[..., Any]) -> Iter
         delattr(module, name)
 
 
-class _Recorded(Exception):  # noqa: N818 - carries a result out of a forward, not an error
+class _Recorded(Exception):
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()
         self.arguments = arguments
@@ -148,7 +148,7 @@ def _is_tensors(value: Any) -> bool:
 
 def _rules(family: Family, mask: Any, embeds: Tensor) -> dict[str, MaskFunction]:
     """Mask functions that a plain causal mask with the layer's window does not express, by layer kind."""
-    if mask is None or isinstance(mask, Tensor) and mask.dim() == 2:
+    if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
         return {}
     by_kind = mask if isinstance(mask, Mapping) else {"": mask}
     by_kind = {kind: rule for kind, rule in by_kind.items() if rule is not None}

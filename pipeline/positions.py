@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
@@ -27,9 +28,7 @@ def pack(parts: Seq[Tensor]) -> Tensor:
     return torch.cat(list(parts), dim=-1)
 
 
-def legal_edges(
-    rules: Mapping[str, MaskFunction], length: int, device: torch.device, tile: int = 1024
-) -> Tensor:
+def legal_edges(rules: Mapping[str, MaskFunction], length: int, device: torch.device, tile: int = 1024) -> Tensor:
     """Where a chunk may end: bool [T + 1], true at i when no token before i sees token i or later.
 
     A chunk that ended inside a two-way span would leave its first part blind for the rest of the span.

@@ -6,7 +6,8 @@ Attention keeps the sequences apart (`attention.py`), the step's cache object st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence as Seq
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any

@@ -15,8 +15,8 @@ from mmprefill.encoders.families import Family
 from mmprefill.encoders.items import Item, items_of, joinable, whole
 from mmprefill.encoders.vision import MediaInputs, media_inputs
 from mmprefill.pipeline.driver import Active, Driver
-from mmprefill.pipeline.prefix import Chain, Entry, Match, PrefixStore, Spot, chain_of
 from mmprefill.pipeline.prefill import Prefill
+from mmprefill.pipeline.prefix import Chain, Entry, Match, PrefixStore, Spot, chain_of
 from mmprefill.streams import Encoded
 from mmprefill.types import Prepared
 
@@ -101,7 +101,9 @@ class Stores:
     def _match(self, prepared: Prepared, chain: Chain) -> Match | None:
         match = self.prefix.match(chain)
         request = prepared.request
-        if match is None or request.hidden_states or request.all_logits:  # every token's states are wanted: compute them
+        if (
+            match is None or request.hidden_states or request.all_logits
+        ):  # every token's states are wanted: compute them
             return None
         return match
 
@@ -114,7 +116,9 @@ class Stores:
             if len(items) == len(media) and rows == sum(item.inputs.rows for item in items):
                 spots += [Spot(item.key, one.runs) for item, one in zip(items, media, strict=True)]
                 known |= {place for one in media for start, end in one.runs for place in range(start, end)}
-        everything = hashlib.blake2b(b"".join(item.key for items in plan.items.values() for item in items), digest_size=32)
+        everything = hashlib.blake2b(
+            b"".join(item.key for items in plan.items.values() for item in items), digest_size=32
+        )
         tokens = torch.tensor(list(self._family.placeholders.values()))
         places = torch.isin(prepared.input_ids, tokens).nonzero()[:, 0].tolist()
         rest = tuple((place, place + 1) for place in places if place not in known)
@@ -124,7 +128,9 @@ class Stores:
         """Tokens of the request that an earlier prompt has ready, after waiting for those that are still coming."""
         return await plan.match.entry.reach(plan.match.tokens) if plan.match else 0
 
-    async def encode(self, driver: Driver, active: Active, plan: Plan, prepared: Prepared) -> dict[str, list[Encoded[Any]]]:
+    async def encode(
+        self, driver: Driver, active: Active, plan: Plan, prepared: Prepared
+    ) -> dict[str, list[Encoded[Any]]]:
         """Feature outputs by medium, each picture from the cache, from a request in flight, or from the tower."""
         if not self._family.takes_encoded:
             return {}
@@ -133,7 +139,9 @@ class Stores:
             parts = await self._encode_all(driver, active, plan, items, prepared)
             if len(parts) > 1 and not all(joinable(part.value) for part in parts):
                 self._whole.add(medium)  # this family's outputs cannot be put together again
-                items = [whole(prepared, each) for each in media_inputs(self._family, prepared) if each.medium == medium]
+                items = [
+                    whole(prepared, each) for each in media_inputs(self._family, prepared) if each.medium == medium
+                ]
                 parts = await self._encode_all(driver, active, plan, items, prepared)
             outputs[medium] = parts
         return outputs

@@ -20,13 +20,19 @@ FIRST = ("smolvlm", "qwen3_vl", "gemma3")  # 1-D positions, M-RoPE with deepstac
 
 @pytest.fixture(params=EVERY)
 def prefiller(request):
-    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(request.param), dtype="fp32", config=FRESH) as prefiller:
+    with (
+        checkpoints.quiet(),
+        Prefiller.from_pretrained(checkpoints.cached(request.param), dtype="fp32", config=FRESH) as prefiller,
+    ):
         yield prefiller
 
 
 @pytest.fixture(params=FIRST)
 def first(request):
-    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(request.param), dtype="fp32", config=FRESH) as prefiller:
+    with (
+        checkpoints.quiet(),
+        Prefiller.from_pretrained(checkpoints.cached(request.param), dtype="fp32", config=FRESH) as prefiller,
+    ):
         yield prefiller
 
 
@@ -87,7 +93,10 @@ def test_decoding_together_equals_alone(prefiller):
 @pytest.mark.parametrize("size", [1, 7])
 def test_chunked_equals_one_shot(family, size):
     """Chunks of any size, several sequences at different places: the same KV and logits; none ends in a two-way span."""
-    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(family), dtype="fp32", config=FRESH) as prefiller:
+    with (
+        checkpoints.quiet(),
+        Prefiller.from_pretrained(checkpoints.cached(family), dtype="fp32", config=FRESH) as prefiller,
+    ):
         requests = prepared_requests(prefiller)
         whole = [unwrap(outcome) for outcome in prefiller.prefill_many(requests)]
         chunked = prefiller.session.lane.call(prefill_in_chunks, prefiller, requests, size)
