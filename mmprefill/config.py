@@ -65,7 +65,7 @@ class PrefillConfig:
         media: limits of media intake.
         policy: who runs first: "text_first" (text before pictures, with ageing), "first_come", "shortest" (least work
             left, with ageing) or "priority" (`Request.priority`).
-        ageing: seconds after which a waiting picture request ranks as text under "text_first".
+        ageing: under "text_first" a request with pictures goes after the texts that come up to so many seconds later.
         step_tokens: most tokens in one packed prefill step; a longer chunk still runs, alone.
         chunk_tokens: most tokens of one request in a step; None for no bound but the step's.
         vision_patches: most patches in one vision micro-batch; a larger picture still runs, alone.
@@ -79,7 +79,7 @@ class PrefillConfig:
 
     media: MediaLimits = field(default_factory=MediaLimits)
     policy: str = "text_first"
-    ageing: float = 2.0
+    ageing: float = 10.0
     step_tokens: int = 1024
     chunk_tokens: int | None = None
     vision_patches: int = 4096
