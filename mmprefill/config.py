@@ -68,6 +68,7 @@ class PrefillConfig:
         ageing: under "text_first" a request with pictures goes after the texts that come up to so many seconds later.
         step_tokens: most tokens in one packed prefill step; a longer chunk still runs, alone.
         chunk_tokens: most tokens of one request in a step; None for no bound but the step's.
+        early_tokens: a text of at least this many tokens before the first picture starts while pictures are encoded.
         vision_patches: most patches in one vision micro-batch; a larger picture still runs, alone.
         intake_threads: host threads that decode, resize and tokenise.
         max_waiting: requests admitted at once; further ones wait at the door.
@@ -82,6 +83,7 @@ class PrefillConfig:
     ageing: float = 10.0
     step_tokens: int = 1024
     chunk_tokens: int | None = None
+    early_tokens: int = 128
     vision_patches: int = 4096
     intake_threads: int = 2
     max_waiting: int = 256
@@ -91,7 +93,7 @@ class PrefillConfig:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _check_positive(self, "step_tokens", "vision_patches", "intake_threads", "max_waiting", "ageing")
+        _check_positive(self, "step_tokens", "early_tokens", "vision_patches", "intake_threads", "max_waiting", "ageing")
         _check_positive(
             self,
             *(name for name in ("chunk_tokens", "admission_rate", "max_tokens") if getattr(self, name) is not None),

@@ -67,6 +67,7 @@ class AsyncPrefiller:
             encoder_bytes=self.config.encoder_bytes,
             prefix_bytes=self.config.prefix_bytes,
         )
+        self._text_stands_alone: bool | None = None  # learnt from the first request with media
         self._door = asyncio.Semaphore(self.config.max_waiting)
         rate = self.config.admission_rate
         self._rate = Throttler(rate_limit=1, period=1 / rate) if rate else None
@@ -144,15 +145,16 @@ class AsyncPrefiller:
         """Encode and merge what an earlier prompt does not give, and take over what it does."""
         shared = min(await self._stores.shared_rows(plan), len(prepared.input_ids) - 1)
         clock.lap("awaited")
-        encoded = (
-            None if 0 < plan.media_end <= shared else await self._stores.encode(self._driver, active, plan, prepared)
-        )
+        await self._start_on_text(active, plan, prepared, shared)
+        covered = self._text_stands_alone and 0 < plan.media_end <= shared
+        encoded = None if covered else await self._stores.encode(self._driver, active, plan, prepared)
         clock.lap("vision")
-        prefill = await self._driver.merge(active, partial(self._merge, prepared, encoded))
+        await self._driver.pause(active)
+        prefill = await self._driver.merge(active, partial(self._merge, prepared, encoded, active.prefill))
         start = prefill.sequence.legal_start(shared)
         if encoded is None and start < plan.media_end:  # the shared part ends inside a two-way span
             encoded = await self._stores.encode(self._driver, active, plan, prepared)
-            prefill = await self._driver.merge(active, partial(self._merge, prepared, encoded))
+            prefill = await self._driver.merge(active, partial(self._merge, prepared, encoded, None))
         if start and plan.match and plan.match.entry.kv:
             await self._lanes.prefill.run(adopt, prefill.kv, plan.match.entry.kv, start)
         plan.took_over(start, shared)
@@ -160,8 +162,27 @@ class AsyncPrefiller:
             plan.entry.kv = prefill.kv
         clock.lap("merge")
 
-    def _merge(self, prepared: Prepared, encoded: Mapping[str, list[Encoded[Any]]] | None) -> Prefill:
-        return Prefill.start(merge.merge(self.family, prepared, encoded if encoded is None else _taken(encoded)))
+    async def _start_on_text(self, active: Active, plan: Plan, prepared: Prepared, shared: int) -> None:
+        """A long enough text before the first picture goes to the decoder while the tower works."""
+        first, request = plan.media_start, prepared.request
+        wanted = not (shared or request.hidden_states or request.all_logits)
+        if not (wanted and self._text_stands_alone and first >= self.config.early_tokens):
+            return
+        await self._driver.prefill_early(active, partial(self._merge_text, prepared, first))
+        if plan.entry and active.prefill:
+            plan.entry.kv = active.prefill.kv
+
+    def _merge_text(self, prepared: Prepared, tokens: int) -> Prefill | None:
+        sequence = merge.merge_text(self.family, prepared, tokens)
+        return Prefill.start(sequence, len(prepared.input_ids)) if sequence else None
+
+    def _merge(
+        self, prepared: Prepared, encoded: Mapping[str, list[Encoded[Any]]] | None, early: Prefill | None
+    ) -> Prefill:
+        sequence = merge.merge(self.family, prepared, encoded if encoded is None else _taken(encoded))
+        if encoded and self._text_stands_alone is None:
+            self._text_stands_alone = merge.text_stands_alone(self.family, prepared, sequence)
+        return early.continued(sequence) if early else Prefill.start(sequence)
 
     async def _serve_generic(self, active: Active, plan: Plan, prepared: Prepared, clock: Clock) -> PrefillResult:
         encoded = await self._stores.encode(self._driver, active, plan, prepared)

@@ -38,9 +38,10 @@ class Active:
     Attributes:
         id: the request's id.
         job: its side of the batcher.
-        prefill: its sequence and KV, once merged.
+        prefill: its sequence (or a beginning of it) and KV, once merged.
         finished: resolved when every token is stored.
         on_progress: called on the engine's loop after each of its chunks.
+        moved: set when a step that it is part of ends.
     """
 
     id: str
@@ -48,6 +49,7 @@ class Active:
     finished: asyncio.Future[None]
     prefill: Prefill | None = None
     on_progress: list[Callable[[], None]] = field(default_factory=list)
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(eq=False)
@@ -132,6 +134,19 @@ class Driver:
         self.wake()
         await active.finished
 
+    async def prefill_early(self, active: Active, merge: Callable[[], Prefill | None]) -> None:
+        """Let the decoder start on a beginning of the prompt, in its turn, while the tower works on the rest."""
+        active.prefill = (await self._lanes.text.run(merge)).take()
+        if active.prefill is not None:
+            active.job.ready = active.prefill.sequence.length
+            self.wake()
+
+    async def pause(self, active: Active) -> None:
+        """No further chunk of the request starts, and a running one ends."""
+        active.job.ready = active.job.done
+        while active.job.running:
+            await active.moved.wait()
+
     def settled(self, active: Active) -> None:
         """The request waits for something that no lane is doing for it; the driver need not hold its choice."""
         self._moving.discard(active)
@@ -200,11 +215,13 @@ class Driver:
         chunks = [Chunk(a.prefill, t.end) for a, t in zip(actives, takes, strict=True) if a.prefill is not None]
         for take in takes:
             take.job.running = True
+            self._active[take.job].moved.clear()
         try:
             await self._lanes.prefill.run(run_step, self._family, self._plan, chunks)
         finally:
-            for take in takes:
+            for active, take in zip(actives, takes, strict=True):
                 take.job.running = False
+                active.moved.set()
         self.steps += 1
         for active, take in zip(actives, takes, strict=True):
             self._advance(active, take.end)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -94,6 +95,28 @@ def merge(family: Family, prepared: Prepared, encoded: Mapping[str, Any] | None)
         rules=rules,
         edges=legal_edges(rules, embeds.shape[1], embeds.device) if rules else None,
     )
+
+
+def merge_text(family: Family, prepared: Prepared, tokens: int) -> Sequence | None:
+    """The first `tokens` of a request, all of them text, without its media; None where text sees what comes after it."""
+    whole = prepared.inputs["input_ids"].shape
+    cut = {name: tensor[:, :tokens] for name, tensor in prepared.inputs.items() if tensor.shape == whole}
+    sequence = merge(family, replace(prepared, inputs=cut), {})
+    return None if sequence.rules else replace(sequence, prepared=prepared)
+
+
+def text_stands_alone(family: Family, prepared: Prepared, sequence: Sequence) -> bool:
+    """Whether a request's text rows and positions are the same without its media, as they are in nearly every family.
+
+    Ovis fills in the tokens around a picture, too; there nothing may be prefilled before, or without, the pictures.
+    """
+    try:
+        bare = merge(family, prepared, None)
+    except (RequestError, UnsupportedModelError, RuntimeError, IndexError):
+        return False
+    text = ~torch.isin(prepared.input_ids, torch.tensor(list(family.placeholders.values()))).to(family.device)
+    same_rows = torch.equal(bare.embeds[:, text], sequence.embeds[:, text])
+    return same_rows and bool((bare.positions == sequence.positions).all())
 
 
 def composite_inputs(family: Family, prepared: Prepared, encoded: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -41,14 +41,19 @@ class Prefill:
     logits: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def start(cls, sequence: Sequence) -> Prefill:
-        """A sequence with nothing stored yet."""
-        return cls(sequence, SequenceKV(sequence.length))
+    def start(cls, sequence: Sequence, tokens: int | None = None) -> Prefill:
+        """A sequence with nothing stored yet; `tokens` is the prompt's length where `sequence` is only its beginning."""
+        return cls(sequence, SequenceKV(tokens or sequence.length))
+
+    def continued(self, sequence: Sequence) -> Prefill:
+        """The same request with its whole sequence, keeping the rows that its beginning has stored."""
+        self.kv.length = sequence.legal_start(self.kv.length)
+        return Prefill(sequence, self.kv)
 
     @property
     def done(self) -> bool:
         """Whether every token is stored."""
-        return self.kv.length == self.sequence.length
+        return self.kv.length == self.kv.capacity
 
 
 @dataclass(frozen=True)

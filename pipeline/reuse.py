@@ -52,6 +52,11 @@ class Plan:
             self.why = "the shared beginning ends inside a two-way span"
 
     @property
+    def media_start(self) -> int:
+        """The first placeholder; 0 without media."""
+        return min((item.start for items in self.items.values() for item in items), default=0)
+
+    @property
     def media_end(self) -> int:
         """The token after the last placeholder."""
         return max((item.end for items in self.items.values() for item in items), default=0)
