@@ -29,11 +29,13 @@ from PIL import Image, ImageOps
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
+from mmprefill.config import PrefillConfig
 from mmprefill.models import ModelBundle, load
 from mmprefill.prefiller import Prefiller
 from mmprefill.results import unwrap
 
 PADDED_BATCH = 8
+NOTHING_KEPT = PrefillConfig(encoder_bytes=0, prefix_bytes=0)  # rounds repeat the requests, and nobody else keeps any
 Messages = list[dict[str, Any]]
 
 
@@ -137,7 +139,7 @@ def compare(folder: Path, device: str, dtype: str, requests: Sequence[Messages],
     plain = load(folder, device=device, dtype=dtype)
     rate, work = matmul_rate(plain.model.device), flops(plain, requests)
     tokens = sum(_inputs(plain, [request])["input_ids"].numel() for request in requests)
-    with Prefiller.from_pretrained(folder, device=device, dtype=dtype) as prefiller:
+    with Prefiller.from_pretrained(folder, device=device, dtype=dtype, config=NOTHING_KEPT) as prefiller:
         lane = prefiller.session.lane  # all run on one thread: on a CPU each thread has a team of its own
         systems: dict[str, Callable[[], Any]] = {
             "mmprefill": lambda: [unwrap(each) for each in prefiller.prefill_many(requests)],
