@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_verify(commands)
     _add_models(commands)
+    _add_plan(commands)
     _add_bench(commands)
     return parser
 
@@ -105,6 +106,18 @@ def _add_models(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     _add_model_options(parser, positional=True)
     parser.set_defaults(run=_models)
+
+
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan", help="bytes per token and per patch, measured speed, and the budgets that follow"
+    )
+    parser.add_argument("--tokens", type=int, metavar="N", help="the longest prompt that must fit")
+    parser.add_argument("--device-memory", metavar="SIZE", help="plan for so much, e.g. 24GiB; default: what there is")
+    parser.add_argument("--fresh", action="store_true", help="measure again instead of using what was measured before")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    _add_model_options(parser, positional=True)
+    parser.set_defaults(run=_plan)
 
 
 def _add_bench(commands: Any) -> None:
@@ -278,6 +291,25 @@ def _bench(arguments: argparse.Namespace) -> int:
             rows.append(row)
             print(f"mmprefill: {row.system}, variant {row.variant}: {row.tokens_per_s} tokens/s", file=sys.stderr)
     print(as_lines(rows))
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from mmprefill.pipeline import calibrate, footprint, memory
+
+    given = memory.parse_bytes(arguments.device_memory) if arguments.device_memory else None
+    with _open(arguments) as prefiller:
+        session = prefiller.session
+        bench = calibrate.Bench(session.family, session.route.plan, prefiller.intake)
+        needs = session.lane.call(footprint.footprint, bench)
+        costs = session.lane.call(calibrate.costs_of, bench, fresh=arguments.fresh)
+        budgets = memory.choose(
+            needs, costs, given or memory.device_memory(session.family.device, needs.weights), arguments.tokens
+        )
+    if arguments.json:
+        print(json.dumps(memory.as_record(needs, costs, budgets)))
+    else:
+        print("\n".join(memory.as_lines(needs, costs, budgets)))
     return 0
 
 

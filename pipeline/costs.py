@@ -51,8 +51,9 @@ class Curve:
 
     @property
     def slope(self) -> float:
-        """Seconds per unit between the first and the last point, i.e. at large sizes."""
-        (x0, y0), (x1, y1) = self.points[0], self.points[-1]
+        """Seconds per unit on the way from the first point to the one with the best rate."""
+        (x0, y0), *others = self.points
+        x1, y1 = max(others, key=lambda point: point[0] / point[1] if point[1] else math.inf)
         return (y1 - y0) / (x1 - x0)
 
     @property

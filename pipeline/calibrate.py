@@ -1,0 +1,258 @@
+"""Measures what steps cost on this machine with this model, in seconds, once: the result is kept in the user's cache.
+
+A few decoder steps of growing size, a few tower calls and a request through intake; seconds on a model of a few hundred
+million parameters. Runs on the thread of the lane that owns the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image
+
+from mmprefill.encoders import vision
+from mmprefill.encoders.families import Family
+from mmprefill.encoders.text import Intake
+from mmprefill.errors import RequestError
+from mmprefill.pipeline import generic, merge
+from mmprefill.pipeline.costs import Costs, Curve
+from mmprefill.pipeline.kv_cache import LayerPlan, SequenceKV, StepCache
+from mmprefill.pipeline.prefill import _pieces, forward, text_arguments
+from mmprefill.types import Request
+
+VERSION = 1  # of what is measured and how; a stored result of another version is measured again
+PIECE = 256  # tokens of one sequence in a measured step
+SIZES = (16, 64, 256, 512, 1024, 2048, 4096, 8192)  # tokens of the measured steps
+SIDES = (224, 448, 896)  # pixels of the measured pictures
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is measured: a loaded model, its layers (None: the generic path) and its intake."""
+
+    family: Family
+    plan: LayerPlan | None
+    intake: Intake
+
+
+def costs_of(bench: Bench, *, budget: float = 12.0, fresh: bool = False) -> Costs:
+    """The costs on this machine: from the cache, else measured and stored.
+
+    Args:
+        bench: what to measure; on the thread of its lane.
+        budget: seconds that measuring may take, about.
+        fresh: measure again, whatever the cache says.
+    """
+    key = key_of(bench.family)
+    path = cache_path(key)
+    found = None if fresh else read(path, key)
+    if found is None:
+        found = measure(bench, budget)
+        write(path, key, found)
+    return found
+
+
+# The cache.
+
+
+def key_of(family: Family) -> dict[str, Any]:
+    """What the costs depend on."""
+    shapes = hashlib.blake2b(digest_size=16)
+    for name, weight in family.model.named_parameters():
+        shapes.update(f"{name}{tuple(weight.shape)}{weight.dtype};".encode())
+    cuda = family.device.type == "cuda"
+    return {
+        "version": VERSION,
+        "device": torch.cuda.get_device_name(family.device) if cuda else f"{_cpu()}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "model": f"{family.name} {shapes.hexdigest()}",
+        "dtype": str(family.dtype),
+    }
+
+
+def _cpu() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()} x{os.cpu_count()}"
+    return f"{platform.processor() or platform.machine()} x{os.cpu_count()}"
+
+
+def cache_path(key: Mapping[str, Any]) -> Path:
+    """Where the costs for a key are kept: under XDG_CACHE_HOME, else ~/.cache."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=12).hexdigest()
+    return root / "mmprefill" / f"costs-{digest}.json"
+
+
+def read(path: Path, key: Mapping[str, Any]) -> Costs | None:
+    """Stored costs; None if there are none, or a file that is damaged or belongs to another key."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return Costs.from_dict(record["costs"]) if record["key"] == key else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def write(path: Path, key: Mapping[str, Any], costs: Costs) -> None:
+    """Store costs in one move; a cache that cannot be written is no error."""
+    draft = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=".costs-")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump({"key": key, "costs": costs.as_dict()}, file)
+        Path(draft).replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            Path(draft).unlink()
+
+
+# The measurements.
+
+
+@torch.no_grad()
+def measure(bench: Bench, budget: float = 12.0) -> Costs:
+    """Run the measurements, in about `budget` seconds."""
+    steps = dict(_steps(bench, budget * 0.5))
+    pairs = _attention(bench, steps)
+    text = _seconds(lambda: bench.intake.prepare(Request(prompt=_words(100))))
+    picture = _seconds(lambda: bench.intake.prepare(_pictured(SIDES[1]))) - text if _takes_pictures(bench) else 0.0
+    return Costs(
+        step=Curve.rising((n, max(s - pairs * _pairs(n), 0.0)) for n, s in steps.items()),
+        tower=_tower(bench, budget * 0.3),
+        attention=pairs,
+        request=_request(bench),
+        intake_text=text,
+        intake_picture=max(picture, 0.0),
+        intake_share=0.0 if bench.family.device.type == "cuda" else 1 / torch.get_num_threads(),
+    )
+
+
+def _steps(bench: Bench, budget: float) -> Iterator[tuple[int, float]]:
+    """Seconds of steps of growing size while the next one fits in what is left of the budget; two at least."""
+    ends, last = time.perf_counter() + budget, 0.0
+    for count, size in enumerate(SIZES):
+        if size > max(bench.intake.context, SIZES[1]) or (count >= 2 and time.perf_counter() + 6 * last > ends):
+            return
+        last = _seconds(step_of(bench, [min(PIECE, size)] * max(1, size // PIECE)))
+        yield size, last
+
+
+def _pairs(tokens: int) -> float:
+    pieces, length = max(1, tokens // PIECE), min(PIECE, tokens)
+    return pieces * length * (length + 1) / 2
+
+
+def _attention(bench: Bench, steps: Mapping[int, float]) -> float:
+    """Seconds per pair of query and key: one long sequence against as many tokens in short ones."""
+    size = max((n for n in steps if PIECE < n <= min(2048, bench.intake.context)), default=0)
+    if not size:
+        return 0.0
+    return max(_seconds(step_of(bench, [size])) - steps[size], 0.0) / (size * (size + 1) / 2 - _pairs(size))
+
+
+def step_of(bench: Bench, lengths: list[int]) -> Callable[[], Any]:
+    """A decoder step of fresh text sequences of these lengths."""
+    family, plan = bench.family, bench.plan
+    ids = plain_ids(family, sum(lengths))
+    if plan is None:
+        prepared = [bench.intake.prepare(Request(input_ids=ids[0, :n].tolist())) for n in lengths]
+        return lambda: [generic.run(family, each, {}) for each in prepared]
+    arguments = text_arguments(family, ids)
+    embeds = arguments.pop("inputs_embeds")
+    positions = torch.cat([torch.arange(n, device=family.device) for n in lengths])[None]
+    return lambda: forward(
+        family, StepCache(_pieces((SequenceKV(n), n, {}) for n in lengths), plan), embeds, positions, arguments
+    )
+
+
+def plain_ids(family: Family, count: int) -> torch.Tensor:
+    """Token ids [1, count] that stand for no medium."""
+    taken = set(family.placeholders.values())
+    free = [i for i in range(64) if i not in taken]
+    return torch.tensor([free[i % len(free)] for i in range(count)], device=family.device)[None]
+
+
+def _request(bench: Bench) -> float:
+    """Lane seconds of a request beside steps and tower: merging, and the logits of one row."""
+    if bench.plan is None:
+        return 0.0
+    prepared = bench.intake.prepare(Request(prompt=_words(100)))
+    merged = merge.merge(bench.family, prepared, {})
+    row = merged.embeds[:, -1:]
+    return _seconds(lambda: merge.merge(bench.family, prepared, {})) + _seconds(
+        lambda: merge.logits_of(bench.family, row)
+    )
+
+
+def _tower(bench: Bench, budget: float) -> Curve:
+    """Seconds of tower calls: pictures of several sizes alone, and the last size in twos and fours."""
+    points: dict[float, float] = {}
+    ends = time.perf_counter() + budget
+    for inputs in tower_inputs(bench):
+        for copies in (1, 2, 4):
+            size = float(inputs.patches * copies)
+            if size in points or (points and time.perf_counter() + 4 * max(points.values()) > ends):
+                continue
+            with contextlib.suppress(RuntimeError, ValueError):  # a tower that takes one picture at a time
+                points[size] = _seconds(lambda n=copies, each=inputs: vision.encode(bench.family, [each] * n))  # type: ignore[misc]
+    if not points:
+        return Curve.line(0.0, 0.0)
+    if len(points) == 1:
+        points[0.0] = 0.0
+    return Curve.rising(points.items())
+
+
+def tower_inputs(bench: Bench) -> Iterator[vision.MediaInputs]:
+    """What the tower takes for made-up pictures of growing size, as far as the model takes any."""
+    if not _takes_pictures(bench):
+        return
+    for side in SIDES:
+        with contextlib.suppress(RequestError):
+            yield from vision.media_inputs(bench.family, bench.intake.prepare(_pictured(side)))
+
+
+def _takes_pictures(bench: Bench) -> bool:
+    if "image" not in bench.family.features:
+        return False
+    with contextlib.suppress(RequestError):
+        bench.intake.prepare(_pictured(SIDES[0]))
+        return True
+    return False
+
+
+def _pictured(side: int) -> Request:
+    return Request(prompt="what is it?", images=[Image.effect_noise((side, side), 64).convert("RGB")])
+
+
+def _words(count: int) -> str:
+    return "word " * count
+
+
+def _seconds(run: Callable[[], Any], rounds: int = 3) -> float:
+    """The median of a few runs after a warm-up, or the one after it where a run takes long."""
+    found: list[float] = []
+    for _ in range(rounds + 1):
+        started = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - started)
+        if len(found) > 1 and found[-1] > 0.5:
+            break
+    timed = sorted(found[1:])
+    return timed[len(timed) // 2]

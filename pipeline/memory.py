@@ -1,0 +1,170 @@
+"""Bytes and seconds -> budgets, with the reason for each: what `mmprefill plan` prints."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmprefill.pipeline.costs import Costs, Curve
+from mmprefill.pipeline.footprint import Footprint
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+SHARE = 0.25  # of what the weights leave, for the transients of a step, and as much for those of a tower call
+SPEED = 0.9  # of the best measured rate, at which a larger budget is no longer worth its latency
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """What to run with, and why.
+
+    Attributes:
+        step_tokens: most tokens of a step.
+        chunk_tokens: most tokens of one request in a step.
+        vision_patches: most patches of a tower call.
+        overhead: tokens that take as long as starting a step.
+        kv_tokens: tokens whose KV fits beside weights and transients.
+        memory: bytes given.
+        used: bytes of weights and transients, and of the KV of `kv_tokens` tokens; never above `memory`.
+        reasons: a sentence for each choice.
+    """
+
+    step_tokens: int
+    chunk_tokens: int
+    vision_patches: int
+    overhead: float
+    kv_tokens: int
+    memory: int
+    used: int
+    reasons: tuple[str, ...]
+
+
+def parse_bytes(text: str) -> int:
+    """A size such as "24GiB", "800MB" or "1000000".
+
+    Raises:
+        ValueError: for anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text, re.IGNORECASE)
+    if not match or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+        raise ValueError(f"a size is a number with a unit such as 24GiB or 800MB, got {text!r}")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def human(count: float) -> str:
+    """A byte count with a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def device_memory(device: torch.device, loaded: int) -> int:
+    """Bytes that there are for a model: all of a GPU; on a CPU what is free now, and what the loaded weights occupy."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([free + loaded, *_group_limits()])
+
+
+def _group_limits() -> Iterator[int]:
+    """The limit of the control group that this process runs in, if it has one."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            yield int(Path("/sys/fs/cgroup", name).read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            continue
+
+
+def choose(needs: Footprint, costs: Costs, memory: int, tokens: int | None = None) -> Budgets:
+    """Budgets that fit in `memory` bytes.
+
+    Args:
+        needs: of the model.
+        costs: measured.
+        memory: bytes on the device, weights included.
+        tokens: the longest prompt that must fit; None for no such demand.
+
+    Raises:
+        ValueError: if the weights, or the prompt, do not fit; it says what would.
+    """
+    free = memory - needs.weights
+    least = needs.step_token + needs.patch + needs.token
+    if free < least:
+        raise ValueError(
+            f"the weights take {human(needs.weights)} of {human(memory)}: give at least {human(needs.weights + least)}"
+        )
+    step, why_step = _size(costs.step, needs.step_token, free, ("step", "tokens"))
+    patches, why_patches = _size(costs.tower, needs.patch, free, ("tower call", "patches"))
+    transient = step * needs.step_token + patches * needs.patch
+    kv_tokens = (free - transient) // needs.token if needs.token else 0
+    if tokens is not None and tokens > kv_tokens:
+        wanted = needs.weights + transient + tokens * needs.token
+        raise ValueError(
+            f"a prompt of {tokens} tokens needs {human(wanted)} and there are {human(memory)}, which hold {kv_tokens} tokens"
+        )
+    reasons = [why_step, _why_chunk(step, tokens), why_patches, _why_overhead(costs), _why_kv(needs, kv_tokens, tokens)]
+    return Budgets(
+        step_tokens=step, chunk_tokens=step, vision_patches=patches, overhead=costs.overhead_tokens, kv_tokens=kv_tokens,
+        memory=memory, used=needs.weights + transient + kv_tokens * needs.token, reasons=tuple(reasons),
+    )  # fmt: skip
+
+
+def _size(curve: Curve, unit: int, free: int, names: tuple[str, str]) -> tuple[int, str]:
+    """The size that is fast enough, or what memory allows, with the reason."""
+    what, units = names
+    fast = max(int(curve.efficient(SPEED, curve.points[-1][0])), 1)
+    room = max(int(free * SHARE) // unit, 1) if unit else fast
+    if room < fast:
+        why = f"at {human(unit)} each they fill a quarter of what the weights leave"
+    else:
+        why = f"the least that reaches {SPEED:.0%} of the best measured speed"
+    return min(room, fast), f"a {what} takes at most {min(room, fast)} {units}: {why}"
+
+
+def _why_chunk(step: int, tokens: int | None) -> str:
+    chunks = "" if tokens is None else f": {tokens} tokens are {-(-tokens // step)} of them"
+    return f"a prompt is prefilled in chunks of {step} tokens, as much as a step{chunks}"
+
+
+def _why_overhead(costs: Costs) -> str:
+    return (
+        f"starting a step takes as long as {costs.overhead_tokens:.0f} tokens do "
+        f"({costs.step.fixed * 1000:.1f} ms): shorter queues run in shorter steps"
+    )
+
+
+def _why_kv(needs: Footprint, room: int, tokens: int | None) -> str:
+    one = "" if tokens is None else f"; a finished prompt of {tokens} tokens keeps {human(needs.kv_bytes(tokens))}"
+    return f"KV of {room} tokens fits beside weights and transients, at {human(needs.token)} a token{one}"
+
+
+def as_record(needs: Footprint, costs: Costs, budgets: Budgets) -> dict[str, Any]:
+    """For JSON."""
+    return {"needs": asdict(needs), "costs": costs.as_dict(), "budgets": asdict(budgets)}
+
+
+def as_lines(needs: Footprint, costs: Costs, budgets: Budgets) -> list[str]:
+    """For people."""
+    windows = sorted({layer.kept for layer in needs.layers if layer.kept is not None})
+    kinds = f"{len(needs.layers)} layers" + (f", windows keep {', '.join(map(str, windows))} tokens" if windows else "")
+    step, tower = budgets.step_tokens, budgets.vision_patches
+    rates = [f"{step / costs.step(step):.0f} tokens/s in steps of {step}"] if costs.step(step) else []
+    rates += [f"{tower / costs.tower(tower):.0f} patches/s in the tower"] if costs.tower(tower) else []
+    return [
+        f"memory    {human(budgets.memory)} given, {human(budgets.used)} planned",
+        f"weights   {human(needs.weights)}",
+        f"KV        {human(needs.token)} a token, {kinds}",
+        f"transient {human(needs.step_token)} a token of a step, {human(needs.patch)} a patch",
+        f"measured  {'; '.join(rates) or 'nothing'}",
+        "",
+        *(f"- {reason}" for reason in budgets.reasons),
+        "",
+        f"PrefillConfig(step_tokens={step}, chunk_tokens={budgets.chunk_tokens}, vision_patches={tower})",
+    ]

@@ -1,0 +1,163 @@
+"""Calibration and plans: predicted bytes are the real ones, budgets fit, the cache survives damage."""
+
+import json
+
+import checkpoints
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmprefill import Prefiller, Request
+from mmprefill.cli import main
+from mmprefill.pipeline import calibrate, memory
+from mmprefill.pipeline.costs import Costs, Curve
+from mmprefill.pipeline.footprint import Footprint, LayerBytes, footprint, peak
+
+COSTS = Costs(Curve.line(0.03, 0.00045), Curve.line(0.01, 0.00026))
+
+
+def opened(family, dtype="fp32"):
+    with checkpoints.quiet():
+        return Prefiller.from_pretrained(checkpoints.cached(family), dtype=dtype)
+
+
+def bench_of(prefiller):
+    return calibrate.Bench(prefiller.session.family, prefiller.session.route.plan, prefiller.intake)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_predicted_kv_is_the_real_one(family):
+    """Bytes of a finished cache, from a few tokens of a model, equal those of prompts below and above any window."""
+    with opened(family) as prefiller:
+        needs = prefiller.session.lane.call(footprint, bench_of(prefiller))
+        assert needs.weights > needs.token > 0
+        assert needs.step_token > 0
+        assert needs.patch > 0
+        for request in (Request(prompt="short"), Request(prompt="a longer one " * 20, images=[checkpoints.picture(1)])):
+            if not prefiller.intake.has_template and not request.images:
+                continue
+            result = prefiller.prefill(request)
+            assert needs.kv_bytes(len(result.token_ids)) == result.kv_bytes
+            assert needs.token * len(result.token_ids) == result.emitted.nbytes
+
+
+def test_the_generic_path_has_no_budgets():
+    with opened("qwen3_5") as prefiller, pytest.raises(ValueError, match="generic path"):
+        prefiller.session.lane.call(footprint, bench_of(prefiller))
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "gemma3", "qwen3_5"])
+def test_calibration_is_quick_and_complete(family):
+    """A tiny model of either path gives rising, positive costs."""
+    with opened(family) as prefiller:
+        costs = prefiller.session.lane.call(calibrate.measure, bench_of(prefiller), 1.0)
+    assert costs.step(16) > 0
+    assert costs.tower(100) > 0
+    assert costs.intake(1) > costs.intake(0) > 0
+    assert [s for _, s in costs.step.points] == sorted(s for _, s in costs.step.points)
+
+
+def test_costs_are_measured_once(monkeypatch):
+    """The second call reads what the first one stored; another thread count, a damaged file or `fresh` measure again."""
+    measured = []
+    monkeypatch.setattr(calibrate, "measure", lambda *_: measured.append(1) or COSTS)
+    with opened("smolvlm") as prefiller:
+        bench = bench_of(prefiller)
+        assert calibrate.costs_of(bench) == calibrate.costs_of(bench) == COSTS
+        assert len(measured) == 1
+        path = calibrate.cache_path(calibrate.key_of(bench.family))
+        for damage in (
+            "",
+            "{",
+            "[]",
+            '{"key": {}}',
+            json.dumps({"key": calibrate.key_of(bench.family), "costs": {"step": 3}}),
+        ):
+            path.write_text(damage)
+            assert calibrate.costs_of(bench) == COSTS
+        assert len(measured) == 6
+        calibrate.costs_of(bench, fresh=True)
+        assert len(measured) == 7
+        assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    calibrate.write(calibrate.cache_path({}), {}, COSTS)
+    assert calibrate.read(calibrate.cache_path({}), {}) is None
+
+
+def test_the_key_tells_models_threads_and_dtypes_apart():
+    with opened("smolvlm") as one, opened("smolvlm", "bf16") as two, opened("gemma3") as three:
+        keys = [calibrate.key_of(each.session.family) for each in (one, two, three)]
+    assert len({json.dumps(key) for key in keys}) == 3
+    assert len({calibrate.cache_path(key) for key in keys}) == 3
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 10**9), st.integers(0, 10**6), st.integers(1, 10**6), st.integers(0, 10**6), st.integers(1, 10**11)
+)
+def test_a_budget_never_exceeds_its_memory(weights, token, step_token, patch, memory_bytes):
+    needs = Footprint(weights, (LayerBytes(token), LayerBytes(token, 15)), step_token, patch)
+    try:
+        budgets = memory.choose(needs, COSTS, memory_bytes)
+    except ValueError as error:
+        assert "give at least" in str(error)
+        return
+    transient = budgets.step_tokens * step_token + budgets.vision_patches * patch
+    assert budgets.used == weights + transient + budgets.kv_tokens * needs.token <= memory_bytes
+    assert min(budgets.step_tokens, budgets.chunk_tokens, budgets.vision_patches) >= 1
+    assert all(budgets.reasons)
+
+
+def test_a_prompt_that_does_not_fit_is_refused_with_what_would():
+    needs = Footprint(10**6, (LayerBytes(1000),), 100, 10)
+    with pytest.raises(ValueError, match=r"100000 tokens needs .* hold \d+ tokens"):
+        memory.choose(needs, COSTS, 3 * 10**6, tokens=100_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GiB", 24 * 2**30), ("800 MB", 800 * 10**6), ("1.5k", 1500), ("7", 7), ("2tib", 2 * 2**40)]
+)
+def test_sizes_are_read(text, size):
+    assert memory.parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GB", "0", "12 parsecs"])
+def test_strange_sizes_are_refused(text):
+    with pytest.raises(ValueError, match="a size is a number"):
+        memory.parse_bytes(text)
+
+
+def test_peak_sees_what_is_held_at_once():
+    """Three megabytes at once, though five were made."""
+
+    def run():
+        first, second = torch.ones(2**18), torch.ones(2**18)
+        third = first + second
+        del first, second
+        return (third + 1).sum() + third.view(2, -1).sum()
+
+    assert peak(torch.device("cpu"), run) == pytest.approx(3 * 2**20, abs=64)
+
+
+def test_the_command_prints_and_explains(capsys):
+    """`mmprefill plan`: text with reasons, JSON with the same figures, and a clear refusal."""
+    folder = str(checkpoints.cached("smolvlm"))
+    assert main(["plan", folder, "--tokens", "500", "--device-memory", "64MiB"]) == 0
+    text = capsys.readouterr().out
+    for expected in ("64.0 MiB given", "a token", "a patch", "tokens/s", "chunks of", "PrefillConfig("):
+        assert expected in text
+    assert main(["plan", folder, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["budgets"]["used"] <= record["budgets"]["memory"]
+    assert main(["plan", folder, "--device-memory", "64KiB"]) == 2
+    assert "give at least" in capsys.readouterr().err
