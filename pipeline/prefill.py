@@ -21,7 +21,7 @@ from mmprefill.pipeline.attention import KEYWORD, masking, masks
 from mmprefill.pipeline.extras import pack_extras
 from mmprefill.pipeline.kv_cache import LayerPlan, Piece, SequenceKV, StepCache
 from mmprefill.pipeline.merge import decoder_arguments, extras_of, logits_of
-from mmprefill.types import Sequence
+from mmprefill.types import Request, Sequence
 
 
 @dataclass(eq=False)
@@ -73,28 +73,31 @@ class Chunk:
         """Tokens in the chunk."""
         return self.end - self.start
 
+    @property
+    def request(self) -> Request:
+        """Whose chunk it is."""
+        return self.prefill.sequence.prepared.request
+
 
 def run_step(family: Family, plan: LayerPlan, chunks: Seq[Chunk]) -> None:
-    """Prefill the chunks together; each sequence's KV grows, and those that end get their logits."""
+    """Prefill the chunks together; each sequence's KV grows, and those that end get their logits.
+
+    The sequences change only when everything is computed: a step that failed, anywhere, can run again.
+    """
     spans = [(chunk.prefill.sequence, chunk.start, chunk.end) for chunk in chunks]
     pieces = _pieces((chunk.prefill.kv, chunk.tokens, chunk.prefill.sequence.rules) for chunk in chunks)
-    layers = sorted({layer for chunk in chunks for layer in chunk.prefill.sequence.prepared.request.hidden_states})
+    embeds = [sequence.embeds[:, start:end] for sequence, start, end in spans]
     output = forward(
         family,
         StepCache(pieces, plan),
-        torch.cat([seq.embeds[:, a:b] for seq, a, b in spans], 1) if len(spans) > 1 else _rows(*spans[0]),
-        pos.pack([seq.positions[..., a:b] for seq, a, b in spans]),
-        pack_extras([(seq.extras, a, b, seq.length) for seq, a, b in spans]),
-        output_hidden_states=bool(layers),
+        torch.cat(embeds, 1) if len(embeds) > 1 else embeds[0],
+        pos.pack([sequence.positions[..., start:end] for sequence, start, end in spans]),
+        pack_extras([(sequence.extras, start, end, sequence.length) for sequence, start, end in spans]),
+        output_hidden_states=any(chunk.request.hidden_states for chunk in chunks),
     )
-    for chunk, piece in zip(chunks, pieces, strict=True):
-        _keep_hidden(chunk, piece, output)
-        piece.kv.length += piece.rows
-    _keep_logits(family, chunks, pieces, output.last_hidden_state)
-
-
-def _rows(sequence: Sequence, start: int, end: int) -> Tensor:
-    return sequence.embeds[:, start:end]
+    logits = _logits(family, chunks, pieces, output.last_hidden_state)
+    for chunk, piece, part in zip(chunks, pieces, logits, strict=True):
+        _keep(chunk, piece, output, part)
 
 
 def _pieces(parts: Iterable[tuple[SequenceKV, int, Mapping[str, Any]]], *, stored: bool = True) -> list[Piece]:
@@ -124,28 +127,31 @@ def forward(
         )
 
 
-def _keep_hidden(chunk: Chunk, piece: Piece, output: Any) -> None:
+def _logits(family: Family, chunks: Seq[Chunk], pieces: Seq[Piece], hidden: Tensor) -> list[Tensor]:
+    """Per chunk the logits [n, V] that its request wants: of its last row if it ends here, of all where asked, or none."""
+    rows = [_wanted_rows(chunk, piece) for chunk, piece in zip(chunks, pieces, strict=True)]
+    chosen = torch.cat([hidden[:, part] for part in rows], 1)
+    if not chosen.shape[1]:
+        return [chosen[0]] * len(rows)
+    logits = logits_of(family, chosen)[0]
+    return [part.clone() for part in logits.split([part.stop - part.start for part in rows])]
+
+
+def _wanted_rows(chunk: Chunk, piece: Piece) -> slice:
+    stop = piece.start + piece.rows
+    if chunk.request.all_logits:
+        return slice(piece.start, stop)
+    return slice(stop - 1 if chunk.end == chunk.prefill.kv.capacity else stop, stop)
+
+
+def _keep(chunk: Chunk, piece: Piece, output: Any, logits: Tensor) -> None:
     rows = slice(piece.start, piece.start + piece.rows)
-    for layer in chunk.prefill.sequence.prepared.request.hidden_states:
+    for layer in chunk.request.hidden_states:
         states = output.last_hidden_state if layer == -1 else output.hidden_states[layer]
         chunk.prefill.hidden.setdefault(layer, []).append(states[0, rows].clone())
-
-
-def _keep_logits(family: Family, chunks: Seq[Chunk], pieces: Seq[Piece], hidden: Tensor) -> None:
-    """Logits of the last row of each sequence that ends here, or of all rows where asked; one call of the head."""
-    wanted: list[tuple[Prefill, slice]] = []
-    for chunk, piece in zip(chunks, pieces, strict=True):
-        stop = piece.start + piece.rows
-        if chunk.prefill.sequence.prepared.request.all_logits:
-            wanted.append((chunk.prefill, slice(piece.start, stop)))
-        elif chunk.prefill.done:
-            wanted.append((chunk.prefill, slice(stop - 1, stop)))
-    if not wanted:
-        return
-    logits = logits_of(family, torch.cat([hidden[:, rows] for _, rows in wanted], 1))[0]
-    sizes = [rows.stop - rows.start for _, rows in wanted]
-    for (prefill, _), part in zip(wanted, logits.split(sizes), strict=True):
-        prefill.logits.append(part)
+    if len(logits):
+        chunk.prefill.logits.append(logits)
+    piece.kv.length += piece.rows
 
 
 def continue_from(

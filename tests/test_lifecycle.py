@@ -1,0 +1,152 @@
+"""Deadlines, back-pressure, out of memory, a lost device: the right requests fail, the rest go on."""
+
+import asyncio
+import time
+
+import checkpoints
+import pytest
+import torch
+
+from mmprefill import AsyncPrefiller, PrefillConfig, Request
+from mmprefill.errors import DeadlineError, EngineClosedError, OutOfMemoryError
+from mmprefill.pipeline import driver, prefill
+from mmprefill.results import PrefillResult
+
+
+@pytest.fixture
+def engine():
+    with checkpoints.quiet():
+        engine = AsyncPrefiller.from_pretrained(checkpoints.cached("smolvlm"), dtype="fp32")
+    yield engine
+    engine.close()
+
+
+def texts(count):
+    return [Request(prompt=f"request number {i} " + "word " * i, id=f"r{i}", reuse=False) for i in range(count)]
+
+
+def test_a_deadline_passes(engine, monkeypatch):
+    """A request that is not done in time fails with its own error, and leaves nothing behind."""
+    original = driver.run_step
+    monkeypatch.setattr(driver, "run_step", lambda *args: time.sleep(0.2) or original(*args))
+
+    async def run():
+        late = engine.prefill(Request(prompt="late", deadline=0.05))
+        return await asyncio.gather(late, engine.prefill("in time"), return_exceptions=True)
+
+    late, good = asyncio.run(run())
+    assert isinstance(late, DeadlineError)
+    assert "0.05" in str(late)
+    assert isinstance(good, PrefillResult)
+    assert engine._driver.batcher.jobs == []
+
+
+def test_out_of_memory_splits_the_step(engine, monkeypatch):
+    """A step that does not fit runs in halves; only a request that does not fit alone fails, by name."""
+    original, sizes = driver.run_step, []
+
+    def small_memory(family, plan, chunks):
+        sizes.append(len(chunks))
+        if sum(chunk.tokens for chunk in chunks) > 60:
+            raise torch.OutOfMemoryError("tried to allocate too much")
+        return original(family, plan, chunks)
+
+    monkeypatch.setattr(driver, "run_step", small_memory)
+    outcomes = asyncio.run(engine.prefill_many([*texts(6), Request(prompt="word " * 100, id="huge")]))
+    assert all(isinstance(outcome, PrefillResult) for outcome in outcomes[:6])
+    assert isinstance(outcomes[6], OutOfMemoryError)
+    assert "huge" in str(outcomes[6])
+    assert max(sizes) > 1
+
+
+def test_splitting_gives_the_same_result(engine, monkeypatch):
+    """A step that failed half way and ran again has stored nothing twice."""
+    requests = [Request(prompt=f"{i}", hidden_states=(-1,), reuse=False) for i in range(3)]
+    expected = asyncio.run(engine.prefill_many(requests))
+    original, failed = prefill.logits_of, []
+
+    def fails_once(family, hidden):
+        if not failed and hidden.shape[1] > 1:
+            failed.append(True)
+            raise RuntimeError("at the very end of a step")
+        return original(family, hidden)
+
+    monkeypatch.setattr(prefill, "logits_of", fails_once)
+    outcomes = asyncio.run(engine.prefill_many(requests))
+    assert failed
+    for outcome, wanted in zip(outcomes, expected, strict=True):
+        assert torch.allclose(outcome.next_token_logits, wanted.next_token_logits, atol=1e-4)
+        assert torch.allclose(outcome.hidden_states[-1], wanted.hidden_states[-1], atol=1e-4)
+
+
+def test_a_lost_device_fails_everyone(engine, monkeypatch):
+    """After a fatal error every waiter fails at once, and so does whoever comes later; the cause is attached."""
+    fatal = torch.AcceleratorError("device-side assert")
+
+    def dead(*_):
+        time.sleep(0.02)
+        raise fatal
+
+    monkeypatch.setattr(driver, "run_step", dead)
+    outcomes = asyncio.run(engine.prefill_many([*texts(4), Request(prompt="p", images=[checkpoints.picture(1)])]))
+    assert all(isinstance(outcome, EngineClosedError) for outcome in outcomes), outcomes
+    assert outcomes[0].__cause__ is fatal
+    with pytest.raises(EngineClosedError, match="died"):
+        asyncio.run(engine.prefill("later"))
+
+
+def test_the_door_holds_back(monkeypatch):
+    """At most `max_waiting` requests are inside at once, and `admission_rate` a second come in."""
+    config = PrefillConfig(max_waiting=2, admission_rate=40)
+    with checkpoints.quiet():
+        engine = AsyncPrefiller.from_pretrained(checkpoints.cached("smolvlm"), config=config)
+    inside, most, original = 0, 0, engine.intake.prepare
+
+    def prepare(request):
+        nonlocal inside, most
+        inside, most = inside + 1, max(most, inside + 1)
+        try:
+            return original(request)
+        finally:
+            inside -= 1
+
+    monkeypatch.setattr(engine.intake, "prepare", prepare)
+    started = time.perf_counter()
+    outcomes = asyncio.run(engine.prefill_many(texts(9)))
+    engine.close()
+    assert all(isinstance(outcome, PrefillResult) for outcome in outcomes)
+    assert most <= 2
+    assert time.perf_counter() - started >= 8 / 40
+
+
+def test_closing_drains(engine):
+    """What was admitted before `close` is finished by it."""
+
+    async def run():
+        tasks = [asyncio.ensure_future(engine.prefill(request)) for request in texts(5)]
+        await asyncio.sleep(0.002)
+        await engine.aclose()
+        return await asyncio.gather(*tasks)
+
+    assert all(isinstance(outcome, PrefillResult) for outcome in asyncio.run(run()))
+
+
+def test_text_starts_before_the_pictures(engine, monkeypatch):
+    """The decoder works on a long text before the tower has seen the pictures behind it."""
+    from mmprefill.encoders import vision
+
+    order = []
+    for module, name in ((driver, "run_step"), (vision, "encode")):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, name=name, original=original: order.append(name) or original(*a))
+
+    def message(i):
+        text = {"type": "text", "text": "before the picture " * 60}
+        return [{"role": "user", "content": [text, {"type": "image", "image": checkpoints.picture(i)}]}]
+
+    asyncio.run(engine.prefill(message(1), reuse=False))  # the first one shows whether text stands alone
+    first = list(order)
+    order.clear()
+    asyncio.run(engine.prefill(message(2), reuse=False))
+    assert first == ["encode", "run_step"]
+    assert order == ["run_step", "encode", "run_step"]
