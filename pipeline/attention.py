@@ -74,7 +74,7 @@ def masking() -> str | None:
 
 @contextmanager
 def masks(mode: str) -> Iterator[None]:
-    """Within the block, masks of packed models are recorded ("record"), left out ("skip") or checked and left out ("check")."""
+    """Within the block, masks of packed models are recorded, left out ("skip"), or checked and left out ("check")."""
     token = _masks.set(mode)
     try:
         yield
