@@ -20,6 +20,9 @@ from mmprefill.encoders.families import objection
 from mmprefill.pipeline.kv_cache import LayerPlan
 
 
+_OTHER_MIXERS = ("conv_", "mamba", "ssm_", "linear_conv", "linear_num")  # settings of layers that are not attention
+
+
 @dataclass(frozen=True)
 class Entry:
     """One family.
@@ -60,4 +63,11 @@ def judge(family: str, config: Any, model_class: Any) -> Entry:
     if getattr(text, "cross_attention_layers", None):
         return Entry(family, "refused", "reads pictures by cross-attention: they are not part of the token sequence")
     against = objection(model_class, LayerPlan.of(text).kinds)
-    return Entry(family, "generic", against) if against else Entry(family, "packed")
+    if against:
+        return Entry(family, "generic", against)
+    other = sorted(name for name in text.to_dict() if name.startswith(_OTHER_MIXERS))
+    if other:
+        return Entry(
+            family, "generic", f"unless the checkpoint's layers are all attention: its config knows {other[0]}"
+        )
+    return Entry(family, "packed")

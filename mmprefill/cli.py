@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_models(commands)
     _add_plan(commands)
+    _add_eval(commands)
     _add_bench(commands)
     return parser
 
@@ -118,6 +119,22 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     _add_model_options(parser, positional=True)
     parser.set_defaults(run=_plan)
+
+
+def _add_eval(commands: Any) -> None:
+    parser = commands.add_parser("eval", help="accuracy by kind of question, beside transformers if asked")
+    _add_model_options(parser, positional=True)
+    parser.add_argument(
+        "dataset", type=Path, help="a JSONL file of questions and answers, or a folder of make_scenes.py"
+    )
+    parser.add_argument(
+        "--against", choices=["transformers"], help="also answer with the plain model and list differences"
+    )
+    parser.add_argument("--alone", action="store_true", help="one request at a time instead of batches")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N questions")
+    parser.add_argument("--tokens", type=int, default=96, metavar="N", help="most tokens of an answer (default 96)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.set_defaults(run=_eval)
 
 
 def _add_bench(commands: Any) -> None:
@@ -265,6 +282,23 @@ def _verify(arguments: argparse.Namespace) -> int:
         )
     show_report(report, as_json=arguments.json)
     return 0 if report.passed else 1
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from mmprefill import evaluate
+    from mmprefill.report import progress, show_evaluation
+
+    questions = evaluate.read_questions(arguments.dataset, arguments.limit)
+    with _open(arguments) as prefiller:
+        answer = evaluate.answers_alone if arguments.alone else evaluate.answers_together
+        ours = list(progress(answer(prefiller, questions, arguments.tokens), "mmprefill", len(questions)))
+        plain = None
+        if arguments.against:
+            theirs = evaluate.plain_answers(prefiller, questions, arguments.tokens)
+            plain = list(progress(theirs, "transformers", len(questions)))
+    rows, differences = evaluate.tally(questions, ours, plain)
+    show_evaluation(rows, differences, as_json=arguments.json)
+    return 0
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -93,7 +93,9 @@ class PrefillConfig:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _check_positive(self, "step_tokens", "early_tokens", "vision_patches", "intake_threads", "max_waiting", "ageing")
+        _check_positive(
+            self, "step_tokens", "early_tokens", "vision_patches", "intake_threads", "max_waiting", "ageing"
+        )
         _check_positive(
             self,
             *(name for name in ("chunk_tokens", "admission_rate", "max_tokens") if getattr(self, name) is not None),

@@ -119,6 +119,8 @@ def _check_config(name: str, where: dict[str, Any]) -> None:
             AutoConfig.get_config_dict(name, **where) if hasattr(AutoConfig, "get_config_dict") else _raw(name, where)
         )
     except (OSError, ValueError) as error:
+        if Path(name).is_absolute() or name.startswith((".", "~")):
+            raise ModelError(f"{name!r} is not a local folder; pass the folder of a checkpoint, or a hub id") from error
         raise ModelError(
             f"{name!r} is not a local folder, and the hub could not be reached or does not know it: {_first_line(error)}. "
             "Download the checkpoint first and pass its folder, or check the name, revision and token"

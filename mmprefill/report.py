@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 if TYPE_CHECKING:
     from mmprefill.catalogue import Entry
+    from mmprefill.evaluate import Difference, Tally
     from mmprefill.prefiller import Prefiller
     from mmprefill.results import PrefillResult
     from mmprefill.types import Generation, Request
     from mmprefill.verify import Report, Row
 
+T = TypeVar("T")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -114,6 +117,37 @@ def _report_cells(row: Row) -> list[str]:
     numbers = (row.logits.max, row.logits.rms, row.limit_logits, row.kv.max, row.kv.rms, row.limit_kv)
     verdict = "[green]ok[/green]" if row.passed else "[red]no[/red]"
     return [row.path, *(f"{number:.1e}" for number in numbers), f"{row.greedy}/{row.requests}", verdict]
+
+
+def progress(items: Iterable[T], what: str, total: int) -> Iterator[T]:
+    """A progress bar on standard error; nothing where that is not a terminal."""
+    console = Console(stderr=True)
+    yield from track(items, what, total, console=console, disable=not console.is_terminal)
+
+
+def show_evaluation(rows: Seq[Tally], differences: Seq[Difference], *, as_json: bool) -> None:
+    """The accuracy table of `mmprefill eval`."""
+    if as_json:
+        print(
+            json.dumps({"rows": [asdict(row) for row in rows], "differences": [asdict(each) for each in differences]})
+        )
+        return
+    table = Table("kind", "questions", "right", highlight=False)
+    compared = rows[-1].plain is not None
+    if compared:
+        table.add_column("transformers")
+        table.add_column("same answer")
+    for row in rows:
+        cells = [row.kind, str(row.count), _percent(row.right, row.count)]
+        table.add_row(*cells, *([_percent(row.plain, row.count), f"{row.same}/{row.count}"] if compared else []))
+    console = _console()
+    console.print(table)
+    for each in differences:
+        console.print(f"{each.id}: {each.ours!r}, transformers {each.theirs!r}", highlight=False, markup=False)
+
+
+def _percent(part: int | None, whole: int) -> str:
+    return f"{100 * (part or 0) / max(1, whole):.1f} %"
 
 
 def show_entries(entries: Seq[Entry], *, as_json: bool) -> None:

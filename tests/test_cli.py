@@ -1,0 +1,121 @@
+"""The command line: what people see, what programs get, and what an error says."""
+
+import json
+
+import checkpoints
+import pytest
+
+from mmprefill.cli import main
+
+
+@pytest.fixture
+def smol():
+    return str(checkpoints.cached("smolvlm"))
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with checkpoints.quiet():
+        yield
+
+
+def run(capsys, *arguments):
+    code = main(list(arguments))
+    return code, capsys.readouterr()
+
+
+def test_run_as_json(capsys, smol, tmp_path):
+    """One JSON object a request: tokens by modality, KV shape and bytes, top tokens, answer, stage times, artefact."""
+    checkpoints.picture(1).save(tmp_path / "a.png")
+    code, out = run(
+        capsys, "run", "hello", "--image", str(tmp_path / "a.png"), "--model", smol, "--json", "--generate", "4",
+        "--save", str(tmp_path / "kv"), "--top", "2",
+    )  # fmt: skip
+    record = json.loads(out.out)
+    assert code == 0
+    assert record["tokens"]["image"] == 20
+    assert record["kv"]["shape"][2] == sum(record["tokens"].values())
+    assert record["kv"]["bytes"] == record["kv"]["layers"] * 2 * 4 * 2 * 16 * sum(record["tokens"].values())
+    assert len(record["top_tokens"]) == 2
+    assert record["answer"]
+    assert set(record["seconds"]) >= {"intake", "vision", "merge", "prefill"}
+    assert (tmp_path / "kv").glob("*.kv.safetensors")
+
+
+def test_requests_file(capsys, smol, tmp_path):
+    """A JSONL of requests: pictures relative to it; a bad request fails alone and shows in the exit code."""
+    checkpoints.picture(1).save(tmp_path / "a.png")
+    rows = [
+        {"id": "good", "prompt": "look", "images": ["a.png"]},
+        {"id": "bad", "prompt": "look", "images": ["missing.png"]},
+        {"id": "chat", "messages": [{"role": "user", "content": "hello"}]},
+    ]
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code, out = run(capsys, "run", "--requests", str(tmp_path / "r.jsonl"), "--model", smol, "--json")
+    records = [json.loads(line) for line in out.out.splitlines()]
+    assert code == 1
+    assert [record["id"] for record in records] == ["good", "bad", "chat"]
+    assert records[1]["error"] == "MediaError"
+    assert "missing.png" in records[1]["message"]
+
+
+def test_the_table_for_people(capsys, smol):
+    """The table names the model's path, tokens, KV and the answer."""
+    code, out = run(capsys, "run", "hello", "--model", smol, "--generate", "2")
+    assert code == 0
+    for word in ("smolvlm", "packed", "KV cache", "float32", "answer"):
+        assert word in out.out
+
+
+def test_verify(capsys, smol):
+    """The exactness table passes on a tiny checkpoint, and says so to programs too."""
+    code, out = run(capsys, "verify", smol, "--threads", "1", "--tokens", "4", "--json")
+    assert code == 0
+    assert json.loads(out.out)["passed"]
+
+
+def test_models_of_a_checkpoint(capsys, smol):
+    """A checkpoint's path comes from running the probe on it."""
+    code, out = run(capsys, "models", smol, "--json")
+    assert code == 0
+    assert json.loads(out.out) == {"family": "smolvlm", "path": "packed", "reason": ""}
+
+
+@pytest.mark.timeout(240)
+def test_models_catalogue(capsys):
+    """Every mapped family is packed, generic or refused, with a reason where it is not packed."""
+    code, out = run(capsys, "models", "--json")
+    rows = {record["family"]: record for record in map(json.loads, out.out.splitlines())}
+    assert code == 0
+    assert len(rows) > 90
+    assert rows["qwen2_5_vl"]["path"] == rows["gemma3"]["path"] == "packed"
+    assert rows["lfm2_vl"]["path"] == rows["qwen3_5"]["path"] == "generic"
+    assert rows["florence2"]["path"] == rows["mllama"]["path"] == "refused"
+    assert all(record["reason"] for record in rows.values() if record["path"] != "packed")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run"], "give a prompt"),
+        (["run", "x", "--requests", "y"], "either"),
+        (["run", "x", "--model", "/nowhere/at/all"], "not a local folder"),
+        (["run", "--requests", "/nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_mistakes_are_explained(capsys, arguments, said):
+    """A mistake gives one line that says what to do, and exit code 2; no traceback."""
+    code, out = run(capsys, *arguments)
+    assert code == 2
+    assert said in out.err
+    assert "Traceback" not in out.err
+    assert len(out.err.strip().splitlines()) == 1
+
+
+def test_help_helps(capsys):
+    """Every command has help with its options."""
+    for command in ("run", "verify", "models", "eval", "bench"):
+        with pytest.raises(SystemExit) as stop:
+            main([command, "--help"])
+        assert stop.value.code == 0
+        assert "--help" in capsys.readouterr().out
