@@ -116,4 +116,5 @@ class Costs:
             ValueError, TypeError or KeyError: for anything else.
         """
         curves = {name: Curve(tuple((float(x), float(y)) for x, y in record[name])) for name in ("step", "tower")}
-        return cls(**{**{name: float(value) for name, value in record.items() if name not in curves}, **curves})
+        others = {name: float(value) for name, value in record.items() if name not in curves}
+        return cls(step=curves["step"], tower=curves["tower"], **others)

@@ -85,7 +85,7 @@ def _layers(bench: Bench, tokens: int = 4) -> Iterator[LayerBytes]:
     cache = hand_over(family.text_config, kv)
     for layer, (key, value) in sorted(kv.layers.items()):
         row = (key.numel() * key.element_size() + value.numel() * value.element_size()) // tokens
-        target = cache.layers[layer]
+        target: Any = cache.layers[layer]
         yield LayerBytes(row, target.sliding_window - 1 if getattr(target, "is_sliding", False) else None)
 
 
@@ -122,7 +122,7 @@ class _Storages(TorchDispatchMode):
     """Counts the bytes of storages that operations make, until they are freed; scratch inside a kernel is not seen."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now, self.most = 0, 0
         self._known: set[int] = set()
 
