@@ -19,7 +19,6 @@ from transformers.models.auto.modeling_auto import (
 from mmprefill.encoders.families import objection
 from mmprefill.pipeline.kv_cache import LayerPlan
 
-
 _OTHER_MIXERS = ("conv_", "mamba", "ssm_", "linear_conv", "linear_num")  # settings of layers that are not attention
 
 

@@ -52,8 +52,10 @@ def test_our_answers_equal_transformers(tmp_path, capsys):
                     "--json",
                     "--dtype",
                     "fp32",
+                    "--against",
+                    "transformers",
+                    *extra,
                 ]
-                + ["--against", "transformers", *extra]
             )
         report = json.loads(capsys.readouterr().out)
         assert code == 0
