@@ -40,23 +40,10 @@ def test_tally(tmp_path):
 def test_our_answers_equal_transformers(tmp_path, capsys):
     """Batched and alone, the answers are those of transformers' own generate."""
     write(tmp_path, [row(i) for i in range(5)])
+    options = ["--tokens", "6", "--json", "--dtype", "fp32", "--against", "transformers"]
     for extra in ([], ["--alone"]):
         with checkpoints.quiet():
-            code = main(
-                [
-                    "eval",
-                    str(checkpoints.cached("smolvlm")),
-                    str(tmp_path),
-                    "--tokens",
-                    "6",
-                    "--json",
-                    "--dtype",
-                    "fp32",
-                    "--against",
-                    "transformers",
-                    *extra,
-                ]
-            )
+            code = main(["eval", str(checkpoints.cached("smolvlm")), str(tmp_path), *options, *extra])
         report = json.loads(capsys.readouterr().out)
         assert code == 0
         assert report["differences"] == []
@@ -70,10 +57,15 @@ def test_a_line_that_is_no_question(tmp_path):
         evaluate.read_questions(tmp_path)
 
 
-def test_a_broken_picture_is_raised(tmp_path):
+@pytest.fixture
+def prefiller():
+    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached("smolvlm")) as prefiller:
+        yield prefiller
+
+
+def test_a_broken_picture_is_raised(tmp_path, prefiller):
     """A question whose picture is missing stops the evaluation with its name."""
     write(tmp_path, [row(0)])
     (tmp_path / "a.png").unlink()
-    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached("smolvlm")) as prefiller:
-        with pytest.raises(RequestError, match="'0'"):
-            list(evaluate.answers_together(prefiller, evaluate.read_questions(tmp_path), 4))
+    with pytest.raises(RequestError, match="'0'"):
+        list(evaluate.answers_together(prefiller, evaluate.read_questions(tmp_path), 4))
