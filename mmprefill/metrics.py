@@ -48,6 +48,9 @@ class Observer:
         """How many bytes each store holds now."""
 
 
+SILENT = Observer()
+
+
 class Metrics(Observer):
     """Counters, gauges and histograms for Prometheus.
 

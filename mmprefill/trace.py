@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,7 +34,7 @@ class Recorder:
     enabled = False
 
     def span(self, lane: str, name: str, /, **args: Any) -> AbstractContextManager[None]:
-        """The block is one bar in the lane's row; `args` (request ids, sizes) are shown with it and go into JSON."""
+        """The block is one bar in the row of the lane ("": of this thread); `args` are shown with it and go into JSON."""
         return _NOTHING
 
     def timed(self, lane: str, name: str, function: Callable[P, T], /, **args: Any) -> Callable[P, T]:
@@ -76,6 +77,7 @@ class Trace(Recorder):
 
     @contextmanager
     def _span(self, lane: str, name: str, args: dict[str, Any]) -> Iterator[None]:
+        lane = lane or threading.current_thread().name
         started = time.perf_counter()
         try:
             yield

@@ -58,6 +58,13 @@ def test_timed_functions_record_on_the_thread_that_runs_them():
     assert len(trace.bars) == 801
 
 
+def test_a_span_without_a_lane_lies_in_the_row_of_its_thread():
+    trace = Trace()
+    with trace.span("", "intake"):
+        pass
+    assert trace.bars[0].lane == threading.current_thread().name
+
+
 def test_off_costs_nothing():
     """Without a trace the function itself comes back, spans are one shared object, and nothing is kept."""
     assert not OFF.enabled
