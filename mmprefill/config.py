@@ -69,7 +69,8 @@ class PrefillConfig:
         step_tokens: most tokens in one packed prefill step; a longer chunk still runs, alone.
         chunk_tokens: most tokens of one request in a step; None for no bound but the step's.
         early_tokens: a text of at least this many tokens before the first picture starts while pictures are encoded.
-        vision_patches: most patches in one vision micro-batch; a larger picture still runs, alone.
+        vision_patches: most patches in one vision micro-batch; a larger picture still runs, alone. None chooses by
+            device: 1024 where texts wait until a tower call ends (a CPU), else 4096.
         intake_threads: host threads that decode, resize and tokenise.
         max_waiting: requests admitted at once; further ones wait at the door.
         admission_rate: requests admitted per second; None for no bound.
@@ -84,7 +85,7 @@ class PrefillConfig:
     step_tokens: int = 1024
     chunk_tokens: int | None = None
     early_tokens: int = 128
-    vision_patches: int = 4096
+    vision_patches: int | None = None
     intake_threads: int = 2
     max_waiting: int = 256
     admission_rate: float | None = None
@@ -93,12 +94,14 @@ class PrefillConfig:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _check_positive(
-            self, "step_tokens", "early_tokens", "vision_patches", "intake_threads", "max_waiting", "ageing"
-        )
+        _check_positive(self, "step_tokens", "early_tokens", "intake_threads", "max_waiting", "ageing")
         _check_positive(
             self,
-            *(name for name in ("chunk_tokens", "admission_rate", "max_tokens") if getattr(self, name) is not None),
+            *(
+                name
+                for name in ("chunk_tokens", "vision_patches", "admission_rate", "max_tokens")
+                if getattr(self, name) is not None
+            ),
         )
         if self.policy not in POLICIES:
             raise ValueError(f"PrefillConfig.policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")

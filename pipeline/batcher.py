@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+SHARED_PATCHES, OWN_PATCHES = 1024, 4096
+
 _numbers = itertools.count()
 
 LegalEnd = Callable[[int, int], int]
@@ -142,7 +144,8 @@ class Batcher:
         order: ranks jobs.
         step_tokens: most tokens of a step; a chunk that cannot be smaller still runs, alone.
         chunk_tokens: most tokens of one job in a step; None for no bound but the step's.
-        vision_patches: most patches of a tower call; a larger picture still runs, alone.
+        vision_patches: most patches of a tower call; a larger picture still runs, alone. None for `SHARED_PATCHES` where
+            tower and decoder share a lane (texts wait until a call ends), else `OWN_PATCHES`.
         overhead: tokens that take as long as starting a step. 0 for one job per step, infinite for steps as full as
             they can be.
         patch_tokens: tokens that the decoder runs in the time of one patch; matters where both share a lane.
@@ -154,7 +157,7 @@ class Batcher:
         *,
         step_tokens: int = 1024,
         chunk_tokens: int | None = None,
-        vision_patches: int = 4096,
+        vision_patches: int | None = None,
         overhead: float = 256.0,
         patch_tokens: float = 0.5,
     ) -> None:
@@ -177,7 +180,11 @@ class Batcher:
 
     def next_encode(self, now: float) -> Encode | None:
         """Pictures for the tower, or None if none waits. The first one's group decides who may join."""
-        return self._encode(self._ranked(now))
+        return self._encode(self._ranked(now), self.patches(shared=False))
+
+    def patches(self, *, shared: bool) -> int:
+        """Most patches of a tower call, by whether tower and decoder share a lane."""
+        return self.vision_patches or (SHARED_PATCHES if shared else OWN_PATCHES)
 
     def next_work(self, now: float) -> Step | Encode | None:
         """Where tower and decoder share one lane: what the first job in order needs next.
@@ -191,7 +198,7 @@ class Batcher:
                 step = self._step([each for each in ranked if _whole(each)])
                 return self._gathering(step, ranked) or step
             if any(not picture.running for picture in job.pictures):
-                return self._encode(ranked)
+                return self._encode(ranked, self.patches(shared=True))
         return self._step(ranked)
 
     def _ranked(self, now: float) -> list[Job]:
@@ -218,9 +225,8 @@ class Batcher:
         end = job.legal_end(job.done, min(job.done + room, job.ready))
         return end if end <= job.ready else job.done
 
-    def _encode(self, ranked: Iterable[Job]) -> Encode | None:
+    def _encode(self, ranked: Iterable[Job], left: int) -> Encode | None:
         chosen: list[tuple[Job, Picture]] = []
-        left = self.vision_patches
         for job, picture in _waiting_pictures(ranked):
             if not chosen or (picture.patches <= left and picture.group == chosen[0][1].group):
                 chosen.append((job, picture))
@@ -231,7 +237,7 @@ class Batcher:
         """Pictures to encode before a step that is far from full, if that pays."""
         if step is None or not all(take.job.media for take in step.takes):
             return None
-        encode = self._encode(ranked)
+        encode = self._encode(ranked, self.patches(shared=True))
         if encode is None or step.tokens + encode.pictures[0][0].remaining > self.step_tokens:
             return None
         return encode if self._saves(encode.patches * self.patch_tokens, len(step.takes)) else None
