@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -69,8 +70,16 @@ def device_memory(device: torch.device, loaded: int) -> int:
     """Bytes that there are for a model: all of a GPU; on a CPU what is free now, and what the loaded weights occupy."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([free + loaded, *_group_limits()])
+    return min([_free() + loaded, *_group_limits()])
+
+
+def _free() -> int:
+    """Bytes that processes can still take: what the kernel says, else all that the machine has."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _group_limits() -> Iterator[int]:
