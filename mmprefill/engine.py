@@ -7,8 +7,10 @@ from any loop, from several, or from none.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -75,6 +77,9 @@ class AsyncPrefiller:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mmprefill-engine", daemon=True)
         self._thread.start()
+        atexit.register(
+            _close, weakref.ref(self)
+        )  # for those who forget: else the interpreter ends around a running loop
 
     @classmethod
     def from_pretrained(
@@ -398,6 +403,12 @@ class Clock:
         """The time since the last lap belongs to `stage`."""
         now = time.perf_counter()
         self.laps[stage], self._last = now - self._last, now
+
+
+def _close(engine: weakref.ref[AsyncPrefiller]) -> None:
+    found = engine()
+    if found is not None:
+        found.close()
 
 
 def as_request(prompt: Any, **fields: Any) -> Request:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from mmprefill.config import PrefillConfig
 from mmprefill.errors import RequestError
 from mmprefill.models import ModelBundle
 from mmprefill.prefiller import Prefiller
@@ -271,6 +272,15 @@ def _paths(
     for count in threads:
         yield f"packed, {count} thread{'s' * (count > 1)}", partial(_threaded, prefiller, requests, count)
     yield "packed, shuffled", lambda: _shuffled(prefiller, requests)
+    if not prefiller.session.route.packed:
+        return
+    bundle = prefiller.session.bundle
+    with Prefiller(bundle, PrefillConfig(chunk_tokens=16, prefix_bytes=0)) as chunked:
+        yield "packed, in chunks of 16", partial(_packed, chunked, requests)
+    with Prefiller(bundle) as warm:
+        shared = [replace(request, reuse=True) for request in requests]
+        warm.prefill_many([_same_beginning(request) for request in shared])
+        yield "from a reused prefix", partial(_packed, warm, shared)
 
 
 def _packed(prefiller: Prefiller, requests: Seq[Request]) -> list[PrefillResult]:
@@ -290,6 +300,19 @@ def _shuffled(prefiller: Prefiller, requests: Seq[Request]) -> list[PrefillResul
     order = random.Random(1).sample(range(len(requests)), len(requests))  # noqa: S311
     results = dict(zip(order, _packed(prefiller, [requests[i] for i in order]), strict=True))
     return [results[i] for i in range(len(requests))]
+
+
+def _same_beginning(request: Request) -> Request:
+    """Another request that begins the same: without its last part, or with words behind it."""
+    if request.prompt is not None:
+        return replace(request, prompt=f"{request.prompt} and so on")
+    *first, last = request.messages or ()
+    parts = last["content"]
+    if len(parts) == 1:
+        return replace(
+            request, messages=[*first, {**last, "content": [{"type": "text", "text": parts[0]["text"] + " etc"}]}]
+        )
+    return replace(request, messages=[*first, {**last, "content": parts[:-1]}])
 
 
 @contextmanager
