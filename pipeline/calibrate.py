@@ -129,8 +129,8 @@ def measure(bench: Bench, budget: float = 12.0) -> Costs:
     """Run the measurements, in about `budget` seconds."""
     steps = dict(_steps(bench, budget * 0.5))
     pairs = _attention(bench, steps)
-    text = _seconds(lambda: bench.intake.prepare(Request(prompt=_words(100))))
-    picture = _seconds(lambda: bench.intake.prepare(_pictured(SIDES[1]))) - text if _takes_pictures(bench) else 0.0
+    text = _intake(bench, Request(prompt=_words(100)))
+    picture = _intake(bench, _pictured(SIDES[1])) - text if _takes_pictures(bench) else 0.0
     return Costs(
         step=Curve.rising((n, max(s - pairs * _pairs(n), 0.0)) for n, s in steps.items()),
         tower=_tower(bench, budget * 0.3),
@@ -140,6 +140,10 @@ def measure(bench: Bench, budget: float = 12.0) -> Costs:
         intake_picture=max(picture, 0.0),
         intake_share=0.0 if bench.family.device.type == "cuda" else 1 / torch.get_num_threads(),
     )
+
+
+def _intake(bench: Bench, request: Request) -> float:
+    return _seconds(lambda: bench.intake.prepare(request))
 
 
 def _steps(bench: Bench, budget: float) -> Iterator[tuple[int, float]]:
