@@ -17,11 +17,14 @@ _HOMES = {
     "Generation": "types",
     "MMPrefillError": "errors",
     "MediaLimits": "config",
+    "Metrics": "metrics",
+    "Observer": "metrics",
     "PrefillConfig": "config",
     "PrefillResult": "results",
     "Prefiller": "prefiller",
     "Rendered": "types",
     "Request": "types",
+    "Trace": "trace",
     "load": "pipeline.kv_store",
 }
 __all__ = sorted(_HOMES)

@@ -79,6 +79,9 @@ def _add_run(commands: Any) -> None:
     parser.add_argument("--generate", type=int, default=0, metavar="N", help="also answer with at most N tokens")
     parser.add_argument("--top", type=int, default=3, metavar="K", help="most probable next tokens to show (default 3)")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write each KV cache there as ID.kv.safetensors")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write what each lane did, for Perfetto or chrome://tracing"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     _add_model_options(parser)
     parser.set_defaults(run=_run)
@@ -151,17 +154,18 @@ def _add_bench(commands: Any) -> None:
     parser.set_defaults(run=_bench)
 
 
-def _open(arguments: argparse.Namespace, dtype: str | None = None) -> Prefiller:
-    """Load the model that the options name."""
+def _open(arguments: argparse.Namespace, **options: Any) -> Prefiller:
+    """Load the model that the command line names."""
     from mmprefill.prefiller import Prefiller
 
     _quiet_transformers()
     return Prefiller.from_pretrained(
         arguments.model,
         device=arguments.device,
-        dtype=dtype or arguments.dtype,
+        dtype=arguments.dtype,
         revision=arguments.revision,
         token=arguments.token,
+        **options,
     )
 
 
@@ -179,10 +183,12 @@ def _quiet_transformers() -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from mmprefill.report import failure_record, result_record, show_results
+    from mmprefill.trace import OFF, Trace
 
     requests = list(_requests(arguments))
     failed = 0
-    with _open(arguments) as prefiller:
+    trace = Trace() if arguments.trace else OFF
+    with _open(arguments, trace=trace) as prefiller:
         outcomes = prefiller.prefill_many(requests)
         answers = prefiller.decode_many(outcomes, arguments.generate) if arguments.generate else [None] * len(outcomes)
         records = []
@@ -198,6 +204,8 @@ def _run(arguments: argparse.Namespace) -> int:
                 print(json.dumps(record))
         else:
             show_results(prefiller, records)
+    if isinstance(trace, Trace):
+        print(f"mmprefill: trace in {trace.write(arguments.trace)}", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -1,6 +1,6 @@
 """AsyncPrefiller: requests in, results out, batched across whoever is waiting.
 
-`_serve` is the whole flow of one request. The engine owns an event loop on a thread of its own, so that it can be used
+`_flow` is the whole way of one request. The engine owns an event loop on a thread of its own, so that it can be used
 from any loop, from several, or from none.
 """
 
@@ -28,6 +28,7 @@ from mmprefill.encoders import families
 from mmprefill.encoders.items import join
 from mmprefill.encoders.text import Intake
 from mmprefill.errors import DeadlineError, EngineClosedError
+from mmprefill.metrics import SILENT, Observer
 from mmprefill.models import ModelBundle, load
 from mmprefill.pipeline import batcher, decode, generic, merge, positions
 from mmprefill.pipeline.driver import Active, Driver
@@ -37,6 +38,7 @@ from mmprefill.pipeline.probe import choose_route
 from mmprefill.pipeline.reuse import Plan, Stores
 from mmprefill.results import PrefillResult, Progress, Session
 from mmprefill.streams import Encoded, Lanes, keep_to_one_core
+from mmprefill.trace import OFF, Recorder
 from mmprefill.types import Choice, Generation, Prepared, Rendered, Request, Reuse
 
 T = TypeVar("T")
@@ -50,10 +52,20 @@ class AsyncPrefiller:
     Args:
         bundle: a loaded checkpoint (`from_pretrained` loads one).
         config: limits and batch sizes.
+        trace: a `Trace` to keep what every lane did, and when.
+        observer: told of every request, tower call and step; `Metrics` counts for Prometheus.
     """
 
-    def __init__(self, bundle: ModelBundle, config: PrefillConfig | None = None) -> None:
+    def __init__(
+        self,
+        bundle: ModelBundle,
+        config: PrefillConfig | None = None,
+        *,
+        trace: Recorder = OFF,
+        observer: Observer = SILENT,
+    ) -> None:
         self.bundle, self.config = bundle, config or PrefillConfig()
+        self._trace, self._observer = trace, observer
         self.family = families.describe(bundle.model)
         self._lanes = Lanes.on(self.family.device)
         route = self._lanes.prefill.call(choose_route, self.family)
@@ -62,7 +74,7 @@ class AsyncPrefiller:
         self._host = ThreadPoolExecutor(
             self.config.intake_threads, thread_name_prefix="mmprefill-intake", initializer=keep_to_one_core
         )
-        self._driver = Driver(self.family, route.plan, self._lanes, _batcher(self.config))
+        self._driver = Driver(self.family, route.plan, self._lanes, _batcher(self.config), trace, observer)
         self._stores = Stores(
             self.family,
             packed=route.packed,
@@ -92,16 +104,29 @@ class AsyncPrefiller:
         token: str | None = None,
         processor_kwargs: dict[str, Any] | None = None,
         config: PrefillConfig | None = None,
+        trace: Recorder = OFF,
+        observer: Observer = SILENT,
     ) -> AsyncPrefiller:
         """Load a checkpoint and start an engine on it; see `mmprefill.models.load` for the arguments."""
         bundle = load(
             source, device=device, dtype=dtype, revision=revision, token=token, processor_kwargs=processor_kwargs
         )
-        return cls(bundle, config)
+        return cls(bundle, config, trace=trace, observer=observer)
 
     # The flow.
 
     async def _serve(self, request: Request, watch: Watch | None = None) -> PrefillResult:
+        self._observer.requested(request.id)
+        try:
+            result = await self._flow(request, watch)
+        except BaseException as error:
+            self._observer.failed(request.id, error)
+            raise
+        self._observer.finished(result)
+        self._observer.stored(encoder=self._stores.encoder.nbytes, prefix=self._stores.prefix.nbytes)
+        return result
+
+    async def _flow(self, request: Request, watch: Watch | None) -> PrefillResult:
         clock = Clock()
         async with self._admitted(request), asyncio.timeout(request.deadline):
             clock.lap("queued")
@@ -144,7 +169,8 @@ class AsyncPrefiller:
             self._stores.leave(plan)
 
     async def _prepare(self, request: Request) -> Prepared:
-        return await self._loop.run_in_executor(self._host, self.intake.prepare, request)
+        prepare = self._trace.timed("", "intake", self.intake.prepare, request=request.id)
+        return await self._loop.run_in_executor(self._host, prepare, request)
 
     async def _sequence(self, active: Active, plan: Plan, prepared: Prepared, clock: Clock) -> None:
         """Encode and merge what an earlier prompt does not give, and take over what it does."""

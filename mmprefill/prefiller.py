@@ -13,8 +13,10 @@ from torch import Tensor
 from mmprefill.config import PrefillConfig
 from mmprefill.encoders.text import Intake
 from mmprefill.engine import AsyncPrefiller, Outcome
+from mmprefill.metrics import SILENT, Observer
 from mmprefill.models import ModelBundle
 from mmprefill.results import PrefillResult, Session
+from mmprefill.trace import OFF, Recorder
 from mmprefill.types import Choice, Generation
 
 T = TypeVar("T")
@@ -26,10 +28,19 @@ class Prefiller:
     Args:
         bundle: a loaded checkpoint (`from_pretrained` loads one).
         config: limits and batch sizes.
+        trace: see `AsyncPrefiller`.
+        observer: see `AsyncPrefiller`.
     """
 
-    def __init__(self, bundle: ModelBundle, config: PrefillConfig | None = None) -> None:
-        self._engine = AsyncPrefiller(bundle, config)
+    def __init__(
+        self,
+        bundle: ModelBundle,
+        config: PrefillConfig | None = None,
+        *,
+        trace: Recorder = OFF,
+        observer: Observer = SILENT,
+    ) -> None:
+        self._engine = AsyncPrefiller(bundle, config, trace=trace, observer=observer)
 
     @classmethod
     def from_pretrained(
@@ -42,11 +53,13 @@ class Prefiller:
         token: str | None = None,
         processor_kwargs: dict[str, Any] | None = None,
         config: PrefillConfig | None = None,
+        trace: Recorder = OFF,
+        observer: Observer = SILENT,
     ) -> Prefiller:
         """Load a checkpoint (no argument: the bundled model); see `mmprefill.models.load` for the arguments."""
         engine = AsyncPrefiller.from_pretrained(
             source, device=device, dtype=dtype, revision=revision, token=token,
-            processor_kwargs=processor_kwargs, config=config,
+            processor_kwargs=processor_kwargs, config=config, trace=trace, observer=observer,
         )  # fmt: skip
         prefiller = cls.__new__(cls)
         prefiller._engine = engine

@@ -21,10 +21,12 @@ from mmprefill.encoders import vision
 from mmprefill.encoders.families import Family
 from mmprefill.encoders.vision import MediaInputs
 from mmprefill.errors import EngineClosedError, OutOfMemoryError
+from mmprefill.metrics import SILENT, Observer
 from mmprefill.pipeline.batcher import Batcher, Encode, Job, Picture, Step, Take
 from mmprefill.pipeline.kv_cache import LayerPlan
 from mmprefill.pipeline.prefill import Chunk, Prefill, run_step
 from mmprefill.streams import Encoded, Lanes
+from mmprefill.trace import OFF, Recorder
 
 Work = Step | Encode
 # Turns of the loop from an encoder output to its owner's merge being queued: future, cache, gather, request.
@@ -68,10 +70,22 @@ class Driver:
         plan: its layers; None on the generic path, where only pictures are driven.
         lanes: where to run.
         batcher: what to run.
+        trace: told what each lane did, and when.
+        observer: told of each tower call and each step.
     """
 
-    def __init__(self, family: Family, plan: LayerPlan | None, lanes: Lanes, batcher: Batcher) -> None:
+    def __init__(
+        self,
+        family: Family,
+        plan: LayerPlan | None,
+        lanes: Lanes,
+        batcher: Batcher,
+        trace: Recorder = OFF,
+        observer: Observer = SILENT,
+    ) -> None:
         self._family, self._plan, self._lanes, self.batcher = family, plan, lanes, batcher
+        self._trace, self._observer = trace, observer
+        self._shared = lanes.vision is lanes.prefill
         self._active: dict[Job, Active] = {}
         self._tower: dict[Picture, _Tower] = {}
         self._moving: set[Active] = set()
@@ -120,7 +134,9 @@ class Driver:
         """Run a merge on the text lane, ahead of the driver's next choice."""
         self._check()
         self._moving.add(active)
-        active.prefill = (await self._lanes.text.run(merge)).take()
+        active.prefill = (
+            await self._lanes.text.run(self._trace.timed("text", "merge", merge, request=active.id))
+        ).take()
         return active.prefill
 
     async def prefill(self, active: Active) -> None:
@@ -172,11 +188,10 @@ class Driver:
         self._check()
         if self._loops:
             return
-        shared = self._lanes.vision is self._lanes.prefill
         choices: list[Callable[[float], Work | None]] = (
-            [self.batcher.next_work] if shared else [self.batcher.next_encode, self.batcher.next_step]
+            [self.batcher.next_work] if self._shared else [self.batcher.next_encode, self.batcher.next_step]
         )
-        self._loops = [asyncio.create_task(self._drive(choose, hold=shared)) for choose in choices]
+        self._loops = [asyncio.create_task(self._drive(choose, hold=self._shared)) for choose in choices]
 
     async def _drive(self, choose: Callable[[float], Work | None], *, hold: bool) -> None:
         while True:
@@ -195,14 +210,22 @@ class Driver:
             return
         for picture, _ in waiting:
             picture.running = True
+        patches, started = sum(picture.patches for picture, _ in waiting), time.perf_counter()
+        encode = self._trace.timed("vision", "encode", vision.encode, pictures=len(waiting), patches=patches)
         try:
-            encoded = await self._lanes.vision.run(vision.encode, self._family, [each.inputs for _, each in waiting])
+            encoded = await self._lanes.vision.run(encode, self._family, [each.inputs for _, each in waiting])
         except BaseException:
             for picture, _ in waiting:
                 picture.running = False
             raise
         for (_, each), output in zip(waiting, encoded.value, strict=True):
             _resolve(each.output, Encoded(output, encoded.ready))
+        self._observer.encoded(
+            pictures=len(waiting),
+            patches=patches,
+            budget=self.batcher.patches(shared=self._shared),
+            seconds=time.perf_counter() - started,
+        )
         for _ in range(_TURNS):
             await asyncio.sleep(0)
 
@@ -216,13 +239,20 @@ class Driver:
         for take in takes:
             take.job.running = True
             self._active[take.job].moved.clear()
+        tokens, started = sum(chunk.tokens for chunk in chunks), time.perf_counter()
+        ids = [active.id for active in actives]
+        run = self._trace.timed("decoder", "step", run_step, requests=ids, tokens=tokens)
         try:
-            await self._lanes.prefill.run(run_step, self._family, self._plan, chunks)
+            await self._lanes.prefill.run(run, self._family, self._plan, chunks)
         finally:
             for active, take in zip(actives, takes, strict=True):
                 take.job.running = False
                 active.moved.set()
         self.steps += 1
+        self._observer.stepped(
+            requests=len(ids), tokens=tokens, budget=self.batcher.step_tokens, seconds=time.perf_counter() - started
+        )
+        self._observer.waiting(jobs=len(self._active), pictures=len(self._tower))
         for active, take in zip(actives, takes, strict=True):
             self._advance(active, take.end)
 

@@ -67,6 +67,14 @@ def test_the_table_for_people(capsys, smol):
         assert word in out.out
 
 
+def test_run_writes_a_trace(capsys, smol, tmp_path):
+    """The trace has a row per lane, with the merge and the step in them."""
+    code, _ = run(capsys, "run", "hello", "--model", smol, "--json", "--trace", str(tmp_path / "t.json"))
+    names = {event["name"] for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"]}
+    assert code == 0
+    assert {"intake", "merge", "step"} <= names
+
+
 def test_verify(capsys, smol):
     """The exactness table passes on a tiny checkpoint, and says so to programs too."""
     code, out = run(capsys, "verify", smol, "--threads", "1", "--tokens", "4", "--json")

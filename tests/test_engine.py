@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from mmprefill import AsyncPrefiller, Prefiller, Rendered, Request
 from mmprefill.errors import EngineClosedError, MediaError, PromptTooLongError, RequestError
+from mmprefill.metrics import Observer
 from mmprefill.results import PrefillResult, unwrap
 
 
@@ -152,6 +153,37 @@ def test_cancelling_leaves_nothing_behind(prefiller):
     assert not engine._driver._active
     assert not engine._driver._tower
     assert not engine._stores.encoder._flying
+
+
+def test_an_observer_hears_of_everything():
+    """Each request is announced and ends once, as finished or failed; tower calls and steps add up."""
+    heard = []
+
+    class Ear(Observer):
+        def requested(self, request_id):
+            heard.append(("requested", request_id))
+
+        def finished(self, result):
+            heard.append(("finished", result.id))
+
+        def failed(self, request_id, error):
+            heard.append(("failed", request_id))
+
+        def encoded(self, *, pictures, **_):
+            heard.append(("encoded", pictures))
+
+        def stepped(self, *, tokens, **_):
+            heard.append(("stepped", tokens))
+
+    with checkpoints.quiet():
+        prefiller = Prefiller.from_pretrained(checkpoints.cached("smolvlm"), observer=Ear())
+    requests = [Request(prompt="a", id="a", images=[checkpoints.picture(1)]), Request(prompt="b", id="b", images=[b""])]
+    good, _ = prefiller.prefill_many(requests)
+    prefiller.close()
+    assert [what for what, who in heard if who == "a"] == ["requested", "finished"]
+    assert [what for what, who in heard if who == "b"] == ["requested", "failed"]
+    assert sum(n for what, n in heard if what == "encoded") == 1
+    assert sum(n for what, n in heard if what == "stepped") == len(good.token_ids)
 
 
 def test_requests_say_what_they_are():

@@ -32,11 +32,14 @@ SURFACE = {
     "Generation": "class mmprefill.types",
     "MMPrefillError": "class mmprefill.errors",
     "MediaLimits": "class mmprefill.config",
+    "Metrics": "class mmprefill.metrics",
+    "Observer": "class mmprefill.metrics",
     "PrefillConfig": "class mmprefill.config",
     "PrefillResult": "class mmprefill.results",
     "Prefiller": "class mmprefill.prefiller",
     "Rendered": "class mmprefill.types",
     "Request": "class mmprefill.types",
+    "Trace": "class mmprefill.trace",
     "load": "function mmprefill.pipeline.kv_store",
 }
 
