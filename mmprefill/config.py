@@ -66,7 +66,8 @@ class PrefillConfig:
         policy: who runs first: "text_first" (text before pictures, with ageing), "first_come", "shortest" (least work
             left, with ageing) or "priority" (`Request.priority`).
         ageing: under "text_first" a request with pictures goes after the texts that come up to so many seconds later.
-        step_tokens: most tokens in one packed prefill step; a longer chunk still runs, alone.
+        step_tokens: most tokens in one packed prefill step; a longer chunk still runs, alone. None takes what
+            `mmprefill plan` measured for this model on this machine, or 1024 where it never ran.
         chunk_tokens: most tokens of one request in a step; None for no bound but the step's.
         early_tokens: a text of at least this many tokens before the first picture starts while pictures are encoded.
         vision_patches: most patches in one vision micro-batch; a larger picture still runs, alone. None chooses by
@@ -82,7 +83,7 @@ class PrefillConfig:
     media: MediaLimits = field(default_factory=MediaLimits)
     policy: str = "text_first"
     ageing: float = 10.0
-    step_tokens: int = 1024
+    step_tokens: int | None = None
     chunk_tokens: int | None = None
     early_tokens: int = 128
     vision_patches: int | None = None
@@ -94,12 +95,12 @@ class PrefillConfig:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _check_positive(self, "step_tokens", "early_tokens", "intake_threads", "max_waiting", "ageing")
+        _check_positive(self, "early_tokens", "intake_threads", "max_waiting", "ageing")
         _check_positive(
             self,
             *(
                 name
-                for name in ("chunk_tokens", "vision_patches", "admission_rate", "max_tokens")
+                for name in ("step_tokens", "chunk_tokens", "vision_patches", "admission_rate", "max_tokens")
                 if getattr(self, name) is not None
             ),
         )

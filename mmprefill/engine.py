@@ -30,7 +30,7 @@ from mmprefill.encoders.text import Intake
 from mmprefill.errors import DeadlineError, EngineClosedError
 from mmprefill.metrics import SILENT, Observer
 from mmprefill.models import ModelBundle, load
-from mmprefill.pipeline import batcher, decode, generic, merge, positions
+from mmprefill.pipeline import batcher, calibrate, decode, generic, memory, merge, positions
 from mmprefill.pipeline.driver import Active, Driver
 from mmprefill.pipeline.prefill import Prefill
 from mmprefill.pipeline.prefix import adopt
@@ -44,6 +44,8 @@ from mmprefill.types import Choice, Generation, Prepared, Rendered, Request, Reu
 T = TypeVar("T")
 Outcome = PrefillResult | BaseException
 Watch = Callable[[Progress | None], None]
+STEP_TOKENS = 1024  # where nothing was measured
+STEP_LIMIT = 8192  # whatever was measured: longer steps only add latency
 
 
 class AsyncPrefiller:
@@ -74,7 +76,7 @@ class AsyncPrefiller:
         self._host = ThreadPoolExecutor(
             self.config.intake_threads, thread_name_prefix="mmprefill-intake", initializer=keep_to_one_core
         )
-        self._driver = Driver(self.family, route.plan, self._lanes, _batcher(self.config), trace, observer)
+        self._driver = Driver(self.family, route.plan, self._lanes, _batcher(self.config, self.family), trace, observer)
         self._stores = Stores(
             self.family,
             packed=route.packed,
@@ -458,18 +460,23 @@ def _taken(encoded: Mapping[str, Seq[Encoded[Any]]]) -> dict[str, Any]:
     return {medium: join([part.take() for part in parts]) for medium, parts in encoded.items()}
 
 
-def _batcher(config: PrefillConfig) -> batcher.Batcher:
+def _batcher(config: PrefillConfig, family: families.Family) -> batcher.Batcher:
+    """A batcher with the measured costs of this model on this machine, where `mmprefill plan` has left any."""
     orders = {
         "text_first": batcher.text_first(config.ageing),
         "first_come": batcher.first_come,
         "shortest": batcher.shortest_remaining(),
         "priority": batcher.by_priority,
     }
+    costs = calibrate.kept(family)
+    measured = {"overhead": costs.overhead_tokens, "patch_tokens": costs.patch_tokens} if costs else {}
+    step = round(costs.step.efficient(memory.SPEED, STEP_LIMIT)) if costs else STEP_TOKENS
     return batcher.Batcher(
         orders[config.policy],
-        step_tokens=config.step_tokens,
+        step_tokens=config.step_tokens or step,
         chunk_tokens=config.chunk_tokens,
         vision_patches=config.vision_patches,
+        **measured,
     )
 
 

@@ -64,6 +64,12 @@ def costs_of(bench: Bench, *, budget: float = 12.0, fresh: bool = False) -> Cost
     return found
 
 
+def kept(family: Family) -> Costs | None:
+    """The costs that an earlier calibration of this model on this machine left, if any."""
+    key = key_of(family)
+    return read(cache_path(key), key)
+
+
 # The cache.
 
 

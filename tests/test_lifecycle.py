@@ -61,7 +61,7 @@ def test_out_of_memory_splits_the_step(engine, monkeypatch):
 
 def test_splitting_gives_the_same_result(engine, monkeypatch):
     """A step that failed half way and ran again has stored nothing twice."""
-    requests = [Request(prompt=f"{i}", hidden_states=(-1,), reuse=False) for i in range(3)]
+    requests = [Request(prompt=f"{i}", hidden_states=(-1,), reuse=False) for i in range(12)]
     expected = asyncio.run(engine.prefill_many(requests))
     original, failed = prefill.logits_of, []
 
