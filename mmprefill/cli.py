@@ -14,6 +14,7 @@ from mmprefill.errors import MMPrefillError
 
 if TYPE_CHECKING:
     from mmprefill.prefiller import Prefiller
+    from mmprefill.requests_file import Asked
 
 DESCRIPTION = "Image+text requests in, KV caches out: exact multimodal prefill on stock Hugging Face models."
 EPILOG = """examples:
@@ -185,20 +186,20 @@ def _run(arguments: argparse.Namespace) -> int:
     from mmprefill.report import failure_record, result_record, show_results
     from mmprefill.trace import OFF, Trace
 
-    requests = list(_requests(arguments))
+    asked = list(_asked(arguments))
     failed = 0
     trace = Trace() if arguments.trace else OFF
     with _open(arguments, trace=trace) as prefiller:
-        outcomes = prefiller.prefill_many(requests)
+        outcomes = prefiller.prefill_many([each.request for each in asked])
         answers = prefiller.decode_many(outcomes, arguments.generate) if arguments.generate else [None] * len(outcomes)
         records = []
-        for request, outcome, answer in zip(requests, outcomes, answers, strict=True):
+        for each, outcome, answer in zip(asked, outcomes, answers, strict=True):
             if isinstance(outcome, BaseException) or isinstance(answer, BaseException):
                 failed += 1
-                records.append(failure_record(request, outcome if isinstance(outcome, BaseException) else answer))
+                records.append(failure_record(each.request, outcome if isinstance(outcome, BaseException) else answer))
                 continue
             saved = _save(arguments.save, outcome) if arguments.save else None
-            records.append(result_record(outcome, answer, arguments.top, saved))
+            records.append(result_record(outcome, answer, arguments.top, saved, each.expected))
         if arguments.json:
             for record in records:
                 print(json.dumps(record))
@@ -215,48 +216,18 @@ def _save(folder: Path, result: Any) -> str:
     return str(result.save(folder / f"{name}.kv.safetensors"))
 
 
-def _requests(arguments: argparse.Namespace) -> Iterator[Any]:
+def _asked(arguments: argparse.Namespace) -> Iterator[Asked]:
+    from mmprefill.requests_file import Asked, read_requests
     from mmprefill.types import Request
 
     if arguments.requests is None and arguments.prompt is None:
         raise ValueError("give a prompt or --requests FILE; see mmprefill run --help")
     if arguments.requests is None:
-        yield Request(prompt=arguments.prompt, images=arguments.image)
+        yield Asked(Request(prompt=arguments.prompt, images=arguments.image))
         return
     if arguments.prompt is not None or arguments.image:
         raise ValueError("give either a prompt with --image, or --requests")
     yield from read_requests(arguments.requests)
-
-
-def read_requests(path: Path) -> Iterator[Any]:
-    """Requests of a JSONL file; picture paths are relative to it.
-
-    Raises:
-        ValueError: naming the line that is not a request.
-    """
-    from mmprefill.types import Request
-
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            fields = json.loads(line)
-            known = {
-                key: fields[key]
-                for key in ("id", "prompt", "messages", "input_ids", "images", "videos")
-                if key in fields
-            }
-            known["images"] = [_relative(path.parent, source) for source in known.get("images", ())]
-            yield Request(**known)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}, line {number}: not a request: {error}") from error
-
-
-def _relative(folder: Path, source: Any) -> Any:
-    if not isinstance(source, str) or "://" in source or source.startswith("data:"):
-        return source
-    beside = folder / source
-    return beside if beside.exists() else source
 
 
 # verify and models

@@ -9,8 +9,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
+
+from mmprefill.answers import is_right
 
 if TYPE_CHECKING:
     from mmprefill.catalogue import Entry
@@ -39,7 +42,9 @@ def human_bytes(count: float) -> str:
     raise AssertionError("the last unit takes everything")
 
 
-def result_record(result: PrefillResult, answer: Generation | None, top: int, saved: str | None) -> dict[str, Any]:
+def result_record(
+    result: PrefillResult, answer: Generation | None, top: int, saved: str | None, expected: str | None = None
+) -> dict[str, Any]:
     """What `mmprefill run` says of a result, ready for JSON."""
     keys = next(layer.keys for layer in result.cache.layers if getattr(layer, "keys", None) is not None)
     record: dict[str, Any] = {
@@ -57,7 +62,9 @@ def result_record(result: PrefillResult, answer: Generation | None, top: int, sa
         "seconds": {stage: round(seconds, 4) for stage, seconds in result.seconds.items()},
     }
     if answer is not None:
-        record["answer"] = answer.text
+        record["answer"] = answer.text.strip()
+        if expected is not None:
+            record |= {"expected": expected, "right": is_right("", answer.text, expected)}
     if saved is not None:
         record["saved"] = saved
     return record
@@ -83,17 +90,26 @@ def show_results(prefiller: Prefiller, records: Seq[Mapping[str, Any]]) -> None:
     for record in records:
         table.add_row(*_cells(record, answered))
     console.print(table)
+    judged = [record["right"] for record in records if "right" in record]
+    if judged:
+        console.print(f"{sum(judged)} of {len(judged)} answers are the expected ones", highlight=False)
 
 
 def _cells(record: Mapping[str, Any], answered: bool) -> list[str]:
+    name = escape(record["id"])  # text of users and models is never markup
     if "error" in record:
-        return [record["id"], "-", "-", f"{record['error']}: {record['message']}", "-", *([""] if answered else [])]
+        return [name, "-", "-", escape(f"{record['error']}: {record['message']}"), "-", *([""] if answered else [])]
     tokens = "\n".join(f"{count} {medium}" for medium, count in record["tokens"].items())
     shape = "x".join(map(str, record["kv"]["shape"]))
     kv = f"{record['kv']['layers']} x 2 x {shape}\n{human_bytes(record['kv']['bytes'])} {record['kv']['dtype']}"
-    best = "\n".join(f"{t['text']!r} {t['logprob']:.2f}" for t in record["top_tokens"])
+    best = escape("\n".join(f"{t['text']!r} {t['logprob']:.2f}" for t in record["top_tokens"]))
     seconds = "\n".join(f"{stage} {value:.3f}" for stage, value in record["seconds"].items())
-    return [record["id"], tokens, kv, best, seconds, *([record.get("answer", "")] if answered else [])]
+    return [name, tokens, kv, best, seconds, *([_answer(record)] if answered else [])]
+
+
+def _answer(record: Mapping[str, Any]) -> str:
+    answer: str = escape(record.get("answer", ""))
+    return answer if record.get("right", True) else f"{answer} [red](expected: {escape(record['expected'])})[/red]"
 
 
 def show_report(report: Report, *, as_json: bool) -> None:

@@ -59,6 +59,30 @@ def test_requests_file(capsys, smol, tmp_path):
     assert "missing.png" in records[1]["message"]
 
 
+def test_expected_answers(capsys, smol, tmp_path):
+    """A request with an `answer` is judged; unknown fields and broken lines are named with their line."""
+    (tmp_path / "r.jsonl").write_text('{"prompt": "hello", "answer": "blue"}\n')
+    _, out = run(capsys, "run", "--requests", str(tmp_path / "r.jsonl"), "--model", smol, "--generate", "1", "--json")
+    record = json.loads(out.out)
+    assert record["expected"] == "blue"
+    assert record["right"] is False
+    (tmp_path / "r.jsonl").write_text('{"prompt": "hello"}\n{"promt": "hello"}\n')
+    code, out = run(capsys, "run", "--requests", str(tmp_path / "r.jsonl"), "--model", smol)
+    assert code == 2
+    assert "line 2" in out.err
+    assert "promt" in out.err
+
+
+def test_markup_in_data_is_text(capsys, smol, tmp_path):
+    """Ids and messages that look like the table library's markup are shown as they are."""
+    rows = [{"id": "[/red]", "prompt": "a", "images": ["[bold]missing.png"]}, {"id": "[red]", "prompt": "[/INST]"}]
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code, out = run(capsys, "run", "--requests", str(tmp_path / "r.jsonl"), "--model", smol, "--generate", "2")
+    assert code == 1
+    for text in ("[/red]", "[red]", "[bold]"):
+        assert text in out.out
+
+
 def test_the_table_for_people(capsys, smol):
     """The table names the model's path, tokens, KV and the answer."""
     code, out = run(capsys, "run", "hello", "--model", smol, "--generate", "2")
