@@ -186,6 +186,7 @@ class AsyncPrefiller:
         prefill = await self._driver.merge(active, partial(self._merge, prepared, encoded, active.prefill))
         start = prefill.sequence.legal_start(shared)
         if encoded is None and start < plan.media_end:  # the shared part ends inside a two-way span
+            self._driver.settled(active)
             encoded = await self._stores.encode(self._driver, active, plan, prepared)
             prefill = await self._driver.merge(active, partial(self._merge, prepared, encoded, None))
         if start and plan.match and plan.match.entry.kv:

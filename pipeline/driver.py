@@ -164,7 +164,7 @@ class Driver:
             await active.moved.wait()
 
     def settled(self, active: Active) -> None:
-        """The request waits for something that no lane is doing for it; the driver need not hold its choice."""
+        """A merged request waits for the tower again: the driver must not hold its choice for it."""
         self._moving.discard(active)
         self.wake()
 

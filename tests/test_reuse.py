@@ -68,6 +68,14 @@ def test_prefixes_in_flight_are_awaited(pair):
     assert sum(tokens > BLOCK for tokens in reused) == 3 or "two-way span" in results[-1].reuse.why
 
 
+@pytest.mark.parametrize("family", ["paligemma", "gemma3"])
+def test_a_shared_picture_that_must_be_encoded_again(family):
+    """A prefix that ends inside a two-way span is of no use: the picture goes to the tower a second time, and nobody hangs."""
+    with open_prefiller(family, encoder_bytes=0) as warm, open_prefiller(family, prefix_bytes=0) as cold:
+        for request in questions(warm):
+            same(warm._engine.submit(warm._engine.prefill(request)).result(30), cold.prefill(request))
+
+
 def test_the_whole_prompt_again(pair):
     """The same request again costs nothing: stored logits and KV, equal to the first answer."""
     warm, _ = pair
