@@ -27,7 +27,7 @@ from mmprefill.config import PrefillConfig
 from mmprefill.encoders import families
 from mmprefill.encoders.items import join
 from mmprefill.encoders.text import Intake
-from mmprefill.errors import DeadlineError, EngineClosedError
+from mmprefill.errors import DeadlineError, EngineClosedError, RequestError
 from mmprefill.metrics import SILENT, Observer
 from mmprefill.models import ModelBundle, load
 from mmprefill.pipeline import batcher, calibrate, decode, generic, memory, merge, positions
@@ -132,6 +132,7 @@ class AsyncPrefiller:
         clock = Clock()
         async with self._admitted(request), asyncio.timeout(request.deadline):
             clock.lap("queued")
+            self._check_layers(request)
             prepared = await self._prepare(request)
             clock.lap("intake")
             async with self._scheduled(prepared, watch) as (active, plan):
@@ -169,6 +170,14 @@ class AsyncPrefiller:
                 yield active, plan
         finally:
             self._stores.leave(plan)
+
+    def _check_layers(self, request: Request) -> None:
+        most = self.family.text_config.num_hidden_layers
+        wrong = [layer for layer in request.hidden_states if not -most - 1 <= layer <= most]
+        if wrong:
+            raise RequestError(
+                f"request {request.id!r}: hidden_states must lie in [{-most - 1}, {most}] for this model, got {wrong}"
+            )
 
     async def _prepare(self, request: Request) -> Prepared:
         prepare = self._trace.timed("", "intake", self.intake.prepare, request=request.id)

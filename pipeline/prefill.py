@@ -96,8 +96,9 @@ def run_step(family: Family, plan: LayerPlan, chunks: Seq[Chunk]) -> None:
         output_hidden_states=any(chunk.request.hidden_states for chunk in chunks),
     )
     logits = _logits(family, chunks, pieces, output.last_hidden_state)
-    for chunk, piece, part in zip(chunks, pieces, logits, strict=True):
-        _keep(chunk, piece, output, part)
+    hidden = [_hidden(chunk, piece, output) for chunk, piece in zip(chunks, pieces, strict=True)]
+    for chunk, part, states in zip(chunks, logits, hidden, strict=True):
+        _keep(chunk, part, states)
 
 
 def _pieces(parts: Iterable[tuple[SequenceKV, int, Mapping[str, Any]]], *, stored: bool = True) -> list[Piece]:
@@ -144,14 +145,20 @@ def _wanted_rows(chunk: Chunk, piece: Piece) -> slice:
     return slice(stop - 1 if chunk.end == chunk.prefill.kv.capacity else stop, stop)
 
 
-def _keep(chunk: Chunk, piece: Piece, output: Any, logits: Tensor) -> None:
+def _hidden(chunk: Chunk, piece: Piece, output: Any) -> dict[int, Tensor]:
     rows = slice(piece.start, piece.start + piece.rows)
-    for layer in chunk.request.hidden_states:
-        states = output.last_hidden_state if layer == -1 else output.hidden_states[layer]
-        chunk.prefill.hidden.setdefault(layer, []).append(states[0, rows].clone())
+    return {
+        layer: (output.last_hidden_state if layer == -1 else output.hidden_states[layer])[0, rows].clone()
+        for layer in chunk.request.hidden_states
+    }
+
+
+def _keep(chunk: Chunk, logits: Tensor, hidden: Mapping[int, Tensor]) -> None:
+    for layer, states in hidden.items():
+        chunk.prefill.hidden.setdefault(layer, []).append(states)
     if len(logits):
         chunk.prefill.logits.append(logits)
-    piece.kv.length += piece.rows
+    chunk.prefill.kv.length = chunk.end
 
 
 def continue_from(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmprefill import AsyncPrefiller, PrefillConfig, Request
-from mmprefill.errors import DeadlineError, EngineClosedError, OutOfMemoryError
+from mmprefill.errors import DeadlineError, EngineClosedError, OutOfMemoryError, RequestError
 from mmprefill.pipeline import driver, prefill
 from mmprefill.results import PrefillResult
 
@@ -77,6 +77,28 @@ def test_splitting_gives_the_same_result(engine, monkeypatch):
     for outcome, wanted in zip(outcomes, expected, strict=True):
         assert torch.allclose(outcome.next_token_logits, wanted.next_token_logits, atol=1e-4)
         assert torch.allclose(outcome.hidden_states[-1], wanted.hidden_states[-1], atol=1e-4)
+
+
+def test_one_request_that_breaks_a_step_breaks_only_itself(engine, monkeypatch):
+    """What fails while a step's results are taken apart leaves the others of the step as they were; they run again."""
+    good = texts(4)
+    expected = asyncio.run(engine.prefill_many(good))
+    monkeypatch.setattr(engine, "_check_layers", lambda request: None)
+    bad = Request(prompt="bad", hidden_states=(99,), reuse=False)
+    *outcomes, failed = asyncio.run(engine.prefill_many([*good, bad]))
+    assert isinstance(failed, IndexError)
+    for outcome, wanted in zip(outcomes, expected, strict=True):
+        assert torch.allclose(outcome.next_token_logits, wanted.next_token_logits, atol=1e-4)
+
+
+def test_layers_that_are_not_there(engine):
+    """A layer that the model does not have is refused by name, with the range."""
+    layers = engine.family.text_config.num_hidden_layers
+    for layer in (layers + 1, -layers - 2):
+        with pytest.raises(RequestError, match=rf"'deep'.*\[-{layers + 1}, {layers}\].*{layer}"):
+            asyncio.run(engine.prefill(Request(prompt="x", id="deep", hidden_states=(layer,))))
+    result = asyncio.run(engine.prefill(Request(prompt="x", hidden_states=(-layers - 1, layers))))
+    assert set(result.hidden_states) == {-layers - 1, layers}
 
 
 def test_a_lost_device_fails_everyone(engine, monkeypatch):
