@@ -117,6 +117,7 @@ class Driver:
 
     async def encode(self, active: Active, inputs: MediaInputs) -> Encoded[Any]:
         """The feature output of one item, when the batcher's turn comes to it."""
+        self._check()
         job, picture = active.job, Picture(inputs.patches, inputs.shape_key)
         waiting = _Tower(inputs, asyncio.get_running_loop().create_future())
         self._tower[picture] = waiting
@@ -194,15 +195,18 @@ class Driver:
         self._loops = [asyncio.create_task(self._drive(choose, hold=self._shared)) for choose in choices]
 
     async def _drive(self, choose: Callable[[float], Work | None], *, hold: bool) -> None:
-        while True:
-            work = None if hold and self._moving else choose(time.perf_counter())
-            if work is None:
-                self._wake.clear()
-                await self._wake.wait()
-            elif isinstance(work, Encode):
-                await self._splitting(work.pictures, self._encode, self._fail_picture)
-            else:
-                await self._splitting(work.takes, self._step, self._fail_take)
+        try:
+            while True:
+                work = None if hold and self._moving else choose(time.perf_counter())
+                if work is None:
+                    self._wake.clear()
+                    await self._wake.wait()
+                elif isinstance(work, Encode):
+                    await self._splitting(work.pictures, self._encode, self._fail_picture)
+                else:
+                    await self._splitting(work.takes, self._step, self._fail_take)
+        except Exception as error:  # a mistake of ours: nobody shall wait for a loop that ended
+            self._die(error)
 
     async def _encode(self, pictures: Seq[tuple[Job, Picture]]) -> None:
         waiting = [(picture, self._tower[picture]) for _, picture in pictures if picture in self._tower]
@@ -291,7 +295,7 @@ class Driver:
             _reject(self._active[take.job].finished, _named(error, f"request {self._active[take.job].id!r}"))
 
     def _die(self, error: BaseException) -> None:
-        """The device is lost: fail every waiter at once, and whoever comes later."""
+        """Nothing can run any more: fail every waiter at once, and whoever comes later."""
         self._fatal = error
         for waiting in self._tower.values():
             _reject(waiting.output, self._closed())

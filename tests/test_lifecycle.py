@@ -117,6 +117,19 @@ def test_a_lost_device_fails_everyone(engine, monkeypatch):
         asyncio.run(engine.prefill("later"))
 
 
+def test_a_broken_order_fails_everyone(engine, monkeypatch):
+    """When the choice of what to run itself fails, nobody is left waiting for it."""
+
+    def broken(job, now):
+        raise ZeroDivisionError("a broken order")
+
+    monkeypatch.setattr(engine._driver.batcher, "order", broken)
+    requests = [*texts(3), Request(prompt="p", images=[checkpoints.picture(1)])]
+    outcomes = engine.submit(engine.prefill_many(requests)).result(20)
+    assert all(isinstance(outcome, EngineClosedError) for outcome in outcomes), outcomes
+    assert isinstance(outcomes[0].__cause__, ZeroDivisionError)
+
+
 def test_the_door_holds_back(monkeypatch):
     """At most `max_waiting` requests are inside at once, and `admission_rate` a second come in."""
     config = PrefillConfig(max_waiting=2, admission_rate=40)
