@@ -14,7 +14,7 @@ import weakref
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from mmprefill.encoders import families
 from mmprefill.encoders.items import join
 from mmprefill.encoders.text import Intake
 from mmprefill.errors import DeadlineError, EngineClosedError, RequestError
-from mmprefill.metrics import SILENT, Observer
+from mmprefill.metrics import SILENT, Observer, guarded
 from mmprefill.models import ModelBundle, load
 from mmprefill.pipeline import batcher, calibrate, decode, generic, memory, merge, positions
 from mmprefill.pipeline.driver import Active, Driver
@@ -67,7 +67,7 @@ class AsyncPrefiller:
         observer: Observer = SILENT,
     ) -> None:
         self.bundle, self.config = bundle, config or PrefillConfig()
-        self._trace, self._observer = trace, observer
+        self._trace, self._observer = trace, guarded(observer)
         self.family = families.describe(bundle.model)
         self._lanes = Lanes.on(self.family.device)
         route = self._lanes.prefill.call(choose_route, self.family)
@@ -76,7 +76,9 @@ class AsyncPrefiller:
         self._host = ThreadPoolExecutor(
             self.config.intake_threads, thread_name_prefix="mmprefill-intake", initializer=keep_to_one_core
         )
-        self._driver = Driver(self.family, route.plan, self._lanes, _batcher(self.config, self.family), trace, observer)
+        self._driver = Driver(
+            self.family, route.plan, self._lanes, _batcher(self.config, self.family), trace, self._observer
+        )
         self._stores = Stores(
             self.family,
             packed=route.packed,
@@ -334,7 +336,8 @@ class AsyncPrefiller:
         loop = asyncio.get_running_loop()
 
         def tell(progress: Progress | None) -> None:
-            loop.call_soon_threadsafe(heard.put_nowait, progress)
+            with suppress(RuntimeError):  # the watcher's loop was closed: nobody listens any more
+                loop.call_soon_threadsafe(heard.put_nowait, progress)
 
         future = self.submit(self._serve(as_request(prompt, **fields), tell))
         future.add_done_callback(lambda _: tell(None))

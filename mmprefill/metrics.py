@@ -9,6 +9,8 @@ Needs `pip install 'mmprefill[metrics]'`; an `Observer` of your own needs nothin
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mmprefill.errors import MMPrefillError
@@ -23,7 +25,7 @@ SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 class Observer:
     """Hears of everything and does nothing: the base of your own.
 
-    Called on the engine's loop: return quickly, and do not raise.
+    Called on the engine's loop: return quickly. What it raises is logged and changes nothing.
     """
 
     def requested(self, request_id: str) -> None:
@@ -49,6 +51,27 @@ class Observer:
 
 
 SILENT = Observer()
+
+
+def guarded(observer: Observer) -> Observer:
+    """The observer, with what it raises logged: a mistake of those who watch must not fail those who are watched."""
+    if observer is SILENT:
+        return observer
+    safe = Observer()
+    for name in vars(Observer):
+        if not name.startswith("_"):
+            setattr(safe, name, _logged(getattr(observer, name)))
+    return safe
+
+
+def _logged(tell: Callable[..., None]) -> Callable[..., None]:
+    def told(*args: Any, **named: Any) -> None:
+        try:
+            tell(*args, **named)
+        except Exception:  # see `guarded`
+            logging.getLogger(__name__).exception("an observer failed")
+
+    return told
 
 
 class Metrics(Observer):

@@ -156,6 +156,24 @@ def test_without_the_extra_the_error_names_it(monkeypatch):
         Metrics()
 
 
+def test_an_observer_that_raises_is_logged(caplog):
+    """Whatever an observer raises, requests come back as if it had not; the log says what it was."""
+
+    def fail(self, *_, **__):
+        raise RuntimeError("a broken observer")
+
+    names = [name for name in vars(Observer) if not name.startswith("_")]
+    broken = type("Broken", (Observer,), dict.fromkeys(names, fail))()
+    with checkpoints.quiet():
+        prefiller = Prefiller.from_pretrained(checkpoints.cached("smolvlm"), observer=broken)
+    with prefiller:
+        outcomes = prefiller.prefill_many([Request(prompt=f"{i}", images=[checkpoints.picture(1)]) for i in range(3)])
+        assert [len(outcome.token_ids) for outcome in outcomes]
+        with pytest.raises(MMPrefillError):
+            prefiller.prefill("x", images=[b"broken"])
+    assert "a broken observer" in caplog.text
+
+
 def test_an_observer_does_nothing(result):
     observer = Observer()
     observer.requested("a")

@@ -1,6 +1,8 @@
 """Reuse is exact and explained: pictures by content, prefixes across requests, whether finished or in flight."""
 
 import asyncio
+import gc
+import time
 
 import checkpoints
 import pytest
@@ -70,7 +72,7 @@ def test_prefixes_in_flight_are_awaited(pair):
 
 @pytest.mark.parametrize("family", ["paligemma", "gemma3"])
 def test_a_shared_picture_that_must_be_encoded_again(family):
-    """A prefix that ends inside a two-way span is of no use: the picture goes to the tower a second time, and nobody hangs."""
+    """A prefix that ends inside a two-way span is of no use: the picture is encoded again, and nobody hangs."""
     with open_prefiller(family, encoder_bytes=0) as warm, open_prefiller(family, prefix_bytes=0) as cold:
         for request in questions(warm):
             same(warm._engine.submit(warm._engine.prefill(request)).result(30), cold.prefill(request))
@@ -234,6 +236,21 @@ def test_watching_a_request():
         early = update.cache.layers[0].keys
         assert early.shape[2] == update.done
         assert torch.equal(early, result.cache.layers[0].keys[:, :, : update.done])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_watcher_that_is_gone(smol):
+    """A watcher whose loop was closed under it does not disturb the requests that share its steps."""
+    engine, loop = smol._engine, asyncio.new_event_loop()
+    smol.session.lane.submit(time.sleep, 0.3)  # so that both are in one step
+    task = loop.create_task(anext(engine.watch("watched", reuse=False)))
+    loop.run_until_complete(asyncio.sleep(0.01))
+    task._log_destroy_pending = False
+    loop.close()
+    result = smol.prefill("not watched", reuse=False)
+    assert len(result.token_ids) == result.emitted.length
+    del task
+    gc.collect()
 
 
 def test_chains():
