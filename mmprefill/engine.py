@@ -132,7 +132,7 @@ class AsyncPrefiller:
 
     async def _flow(self, request: Request, watch: Watch | None) -> PrefillResult:
         clock = Clock()
-        async with self._admitted(request), asyncio.timeout(request.deadline):
+        async with self._admitted(request):
             clock.lap("queued")
             self._check_layers(request)
             prepared = await self._prepare(request)
@@ -149,14 +149,16 @@ class AsyncPrefiller:
 
     @asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncIterator[None]:
-        """At most `max_waiting` at once, at most `admission_rate` a second; a passed deadline gets its own error."""
+        """At most `max_waiting` at once, at most `admission_rate` a second; the deadline runs at the door already."""
         try:
-            async with self._door:
+            async with asyncio.timeout(request.deadline) as deadline, self._door:
                 if self._rate:
                     async with self._rate:
                         pass
                 yield
         except TimeoutError as error:
+            if not deadline.expired():
+                raise
             raise DeadlineError(
                 f"request {request.id!r}: not done within its deadline of {request.deadline} s"
             ) from error

@@ -41,6 +41,36 @@ def test_a_deadline_passes(engine, monkeypatch):
     assert engine._driver.batcher.jobs == []
 
 
+def test_deadlines_run_at_the_door(monkeypatch):
+    """A request that is still not let in when its deadline passes fails then, not when its turn comes."""
+    with checkpoints.quiet():
+        engine = AsyncPrefiller.from_pretrained(checkpoints.cached("smolvlm"), config=PrefillConfig(max_waiting=1))
+    original = driver.run_step
+    monkeypatch.setattr(driver, "run_step", lambda *args: time.sleep(1) or original(*args))
+
+    async def run():
+        first = asyncio.ensure_future(engine.prefill("first", reuse=False))
+        await asyncio.sleep(0.05)
+        with pytest.raises(DeadlineError):
+            await engine.prefill(Request(prompt="late", deadline=0.05))
+        assert not first.done()
+        return await first
+
+    assert isinstance(asyncio.run(run()), PrefillResult)
+    engine.close()
+
+
+def test_a_timeout_that_is_not_the_deadline(engine, monkeypatch):
+    """Another TimeoutError than that of the deadline stays what it was."""
+
+    def slow_disk(request):
+        raise TimeoutError("the disk")
+
+    monkeypatch.setattr(engine.intake, "prepare", slow_disk)
+    with pytest.raises(TimeoutError, match="the disk"):
+        asyncio.run(engine.prefill("x"))
+
+
 def test_out_of_memory_splits_the_step(engine, monkeypatch):
     """A step that does not fit runs in halves; only a request that does not fit alone fails, by name."""
     original, sizes = driver.run_step, []
