@@ -247,7 +247,7 @@ class Driver:
         ids = [active.id for active in actives]
         run = self._trace.timed("decoder", "step", run_step, requests=ids, tokens=tokens)
         try:
-            await self._lanes.prefill.run(run, self._family, self._plan, chunks)
+            done = await self._lanes.prefill.run(run, self._family, self._plan, chunks)
         finally:
             for active, take in zip(actives, takes, strict=True):
                 take.job.running = False
@@ -257,6 +257,8 @@ class Driver:
             requests=len(ids), tokens=tokens, budget=self.batcher.step_tokens, seconds=time.perf_counter() - started
         )
         self._observer.waiting(jobs=len(self._active), pictures=len(self._tower))
+        # Whoever uses a result does so on the default stream: it waits for the step, and keeps the memory.
+        Encoded([chunk.prefill for chunk in chunks if chunk.prefill.done], done.ready).take()
         for active, take in zip(actives, takes, strict=True):
             self._advance(active, take.end)
 

