@@ -11,6 +11,7 @@ import atexit
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,6 +43,7 @@ from mmprefill.trace import OFF, Recorder
 from mmprefill.types import Choice, Generation, Prepared, Rendered, Request, Reuse
 
 T = TypeVar("T")
+Requests = TypeVar("Requests", Iterable[Any], Iterable[Any] | AsyncIterable[Any])
 Outcome = PrefillResult | BaseException
 Watch = Callable[[Progress | None], None]
 STEP_TOKENS = 1024  # where nothing was measured
@@ -316,18 +318,18 @@ class AsyncPrefiller:
 
     async def prefill_many(self, requests: Iterable[Any]) -> list[Outcome]:
         """Prefill requests together; results in order, a failed one as its exception."""
-        return await self._call(self._serve_all([as_request(each) for each in requests]))
+        return await self._call(self._serve_all(list(several(requests))))
 
     async def stream(self, requests: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Outcome]:
         """Results in the order of the requests, which are drawn while earlier ones run; a failed one is its exception."""
-        waiting: list[Future[PrefillResult]] = []
+        waiting: deque[Future[PrefillResult]] = deque()
         try:
-            async for request in _drawn(requests):
-                waiting.append(self.submit(self._serve(as_request(request))))
-                if len(waiting) >= self.config.max_waiting:
-                    yield await _outcome(waiting.pop(0))
+            async for request in _drawn(several(requests)):
+                waiting.append(self.start(request))
+                while waiting and (waiting[0].done() or len(waiting) >= self.config.max_waiting):
+                    yield await _outcome(waiting.popleft())
             while waiting:
-                yield await _outcome(waiting.pop(0))
+                yield await _outcome(waiting.popleft())
         finally:
             for future in waiting:
                 future.cancel()
@@ -421,8 +423,15 @@ class AsyncPrefiller:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _serve_all(self, requests: Seq[Request]) -> list[Outcome]:
-        return await asyncio.gather(*map(self._serve, requests), return_exceptions=True)
+    async def _serve_any(self, request: Any) -> PrefillResult:
+        return await self._serve(as_request(request))
+
+    async def _serve_all(self, requests: Seq[Any]) -> list[Outcome]:
+        return await asyncio.gather(*map(self._serve_any, requests), return_exceptions=True)
+
+    def start(self, request: Any) -> Future[PrefillResult]:
+        """Start one request, from any thread; cancelling the future cancels the request."""
+        return self.submit(self._serve_any(request))
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine on the engine's own loop, whatever loop or thread the caller is in."""
@@ -454,20 +463,40 @@ def _close(engine: weakref.ref[AsyncPrefiller]) -> None:
         found.close()
 
 
+def several(requests: Requests) -> Requests:
+    """The requests as they came; one request in the place of many is a mistake that would go unnoticed."""
+    if isinstance(requests, (str, bytes, Mapping, Rendered, Request)):
+        raise ValueError(f"requests must be a list or another iterable of them, got one {type(requests).__name__}")
+    return requests
+
+
 def as_request(prompt: Any, **fields: Any) -> Request:
-    """A `Request` from what callers pass: itself, a string, `Rendered`, chat messages, token ids or a mapping of fields."""
+    """A `Request` from what callers pass: itself, a string, `Rendered`, chat messages, token ids or a mapping of fields.
+
+    Raises:
+        ValueError: for anything else, and for fields that a request does not have.
+    """
     if isinstance(prompt, Request):
         if fields:
             raise ValueError(f"a Request is complete; {sorted(fields)} cannot be added to it")
         return prompt
-    if isinstance(prompt, (str, Rendered)):
-        return Request(prompt=prompt, **fields)
     if isinstance(prompt, Mapping):
-        return Request(**{**prompt, **fields})
-    items = list(prompt)
-    if items and isinstance(items[0], Mapping):
-        return Request(messages=items, **fields)
-    return Request(input_ids=items, **fields)
+        fields = {**prompt, **fields}
+    elif isinstance(prompt, (str, Rendered)):
+        fields["prompt"] = prompt
+    elif isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, bytearray)):
+        items = list(prompt)
+        fields["messages" if items and isinstance(items[0], Mapping) else "input_ids"] = items
+    else:
+        raise ValueError(
+            f"a request is a string, Rendered(text), chat messages, token ids, a mapping of fields or a Request; "
+            f"got {type(prompt).__name__}"
+        )
+    unknown = sorted(map(str, set(fields) - set(Request.__dataclass_fields__)))
+    if unknown:
+        known = ", ".join(Request.__dataclass_fields__)
+        raise ValueError(f"a request has no {', '.join(unknown)}; its fields are {known}")
+    return Request(**fields)
 
 
 def _taken(encoded: Mapping[str, Seq[Encoded[Any]]]) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections import deque
+from collections.abc import Coroutine, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from mmprefill.config import PrefillConfig
 from mmprefill.encoders.text import Intake
-from mmprefill.engine import AsyncPrefiller, Outcome
+from mmprefill.engine import AsyncPrefiller, Outcome, several
 from mmprefill.metrics import SILENT, Observer
 from mmprefill.models import ModelBundle
 from mmprefill.results import PrefillResult, Session
@@ -84,13 +86,24 @@ class Prefiller:
         return self._wait(self._engine.prefill_many(requests))
 
     def stream(self, requests: Iterable[Any]) -> Iterator[Outcome]:
-        """Results in order while requests are still drawn from an iterator; a failed one is its exception."""
-        results = self._engine.stream(requests)
-        while True:
-            try:
-                yield self._wait(_next(results))
-            except StopAsyncIteration:
-                return
+        """Results in the order of the requests, which are drawn while earlier ones run; a failed one is its exception.
+
+        Requests are drawn on the caller's thread, so that an iterator may take its time, or use this prefiller itself.
+        """
+        waiting: deque[Future[PrefillResult]] = deque()
+        most = self._engine.config.max_waiting
+        try:
+            for request in several(requests):
+                waiting.append(self._engine.start(request))
+                while waiting and (waiting[0].done() or len(waiting) >= most):
+                    yield _outcome(waiting[0])
+                    waiting.popleft()
+            while waiting:
+                yield _outcome(waiting[0])
+                waiting.popleft()
+        finally:
+            for future in waiting:
+                future.cancel()
 
     def score(self, prompt: Any, choices: Seq[str], **fields: Any) -> list[Choice]:
         """Log-probability of each choice as the continuation of the prompt."""
@@ -127,8 +140,16 @@ class Prefiller:
         self.close()
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self._engine.submit(coroutine).result()
+        future = self._engine.submit(coroutine)
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C, for one: nobody waits for it any more
+            future.cancel()
+            raise
 
 
-async def _next(results: AsyncIterator[Outcome]) -> Outcome:
-    return await anext(results)
+def _outcome(future: Future[PrefillResult]) -> Outcome:
+    try:
+        return future.result()
+    except Exception as error:  # handed to the caller in the place of the result
+        return error

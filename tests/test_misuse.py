@@ -1,0 +1,116 @@
+"""The blocking face under odd but reasonable use: wrong types, slow or greedy iterators, Ctrl-C, leaving half way."""
+
+import itertools
+import signal
+import threading
+import time
+
+import checkpoints
+import pytest
+
+from mmprefill import PrefillConfig, Prefiller, Rendered, Request
+from mmprefill.errors import EngineClosedError, MMPrefillError
+from mmprefill.pipeline import driver
+from mmprefill.results import PrefillResult
+
+
+def open_prefiller(**settings):
+    with checkpoints.quiet():
+        return Prefiller.from_pretrained(checkpoints.cached("smolvlm"), config=PrefillConfig(**settings))
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with open_prefiller() as prefiller:
+        yield prefiller
+
+
+@pytest.fixture
+def slow_steps(monkeypatch):
+    """Every step of the decoder takes a fifth of a second more."""
+    original = driver.run_step
+    monkeypatch.setattr(driver, "run_step", lambda *args: time.sleep(0.2) or original(*args))
+
+
+@pytest.mark.parametrize("wrong", [None, 5, b"bytes", bytearray(b"bytes"), 1.5])
+def test_what_is_no_request(shared, wrong):
+    """Anything that cannot be a request is refused, saying what can."""
+    with pytest.raises(ValueError, match=f"token ids.*got {type(wrong).__name__}"):
+        shared.prefill(wrong)
+
+
+def test_unknown_fields(shared):
+    """A misspelt field is named, beside those that there are."""
+    with pytest.raises(ValueError, match=r"imagess.*images"):
+        shared.prefill("x", imagess=[])
+    with pytest.raises(ValueError, match=r"promt.*prompt"):
+        shared.prefill({"promt": "x"})
+    with pytest.raises(ValueError, match="content, role"):
+        shared.prefill({"role": "user", "content": "a message outside a list"})
+
+
+@pytest.mark.parametrize("one", ["text", {"prompt": "x"}, Request(prompt="x"), Rendered("x")])
+def test_one_request_where_several_are_wanted(shared, one):
+    """A string is not quietly taken for a list of letters."""
+    for verb in (shared.prefill_many, shared.generate_many, lambda requests: list(shared.stream(requests))):
+        with pytest.raises(ValueError, match="requests must be a list"):
+            verb(one)
+
+
+def test_a_malformed_request_fails_alone(shared):
+    """What cannot even become a request is an exception in its place, in a batch and in a stream."""
+    requests = ["good", {"promt": "bad"}, None, {"prompt": "good"}]
+    for outcomes in (shared.prefill_many(requests), list(shared.stream(requests))):
+        assert [type(outcome) for outcome in outcomes] == [PrefillResult, ValueError, ValueError, PrefillResult]
+
+
+def test_an_iterator_that_uses_the_prefiller(shared):
+    """Requests may be made with the prefiller that they are for, while earlier ones run."""
+
+    def chain():
+        for i in range(3):
+            yield f"{len(shared.prefill(f'{i}').token_ids)} tokens"
+
+    done = []
+    thread = threading.Thread(target=lambda: done.extend(shared.stream(chain())), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert [type(outcome) for outcome in done] == [PrefillResult] * 3
+
+
+def test_a_stream_does_not_wait_for_a_slow_iterator(shared):
+    """Results come out as they are ready, long before an endless iterator has filled the queue."""
+
+    def endless():
+        for i in itertools.count():
+            yield f"request {i}"
+            time.sleep(0.02)
+
+    results = shared.stream(endless())
+    assert isinstance(next(results), PrefillResult)
+    assert isinstance(next(results), PrefillResult)
+    results.close()
+
+
+def test_leaving_a_stream_cancels_the_rest(slow_steps):
+    """A stream that is left half way leaves nothing running."""
+    with open_prefiller() as prefiller:
+        stream = prefiller.stream(Request(prompt=f"{i} " * 30, reuse=False) for i in range(60))
+        next(stream)
+        stream.close()
+        started = time.perf_counter()
+    assert time.perf_counter() - started < 2
+
+
+def test_interrupting_cancels(slow_steps):
+    """Ctrl-C ends a long call at once; closing does not finish it first."""
+    with open_prefiller(step_tokens=64) as prefiller:
+        requests = [Request(prompt=f"{i} " * 30, reuse=False) for i in range(60)]
+        threading.Timer(0.3, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+        started = time.perf_counter()
+        with pytest.raises(KeyboardInterrupt):
+            prefiller.prefill_many(requests)
+    assert time.perf_counter() - started < 4
+    with pytest.raises(EngineClosedError):
+        prefiller.prefill("later")
+    assert issubclass(EngineClosedError, MMPrefillError)
