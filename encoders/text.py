@@ -195,17 +195,17 @@ class Intake:
 
     def _checked_ids(self, request: Request) -> torch.Tensor:
         try:
-            ids = torch.as_tensor(list(request.input_ids or ()), dtype=torch.long)
+            ids = torch.as_tensor(list(() if request.input_ids is None else request.input_ids))
         except (TypeError, ValueError, RuntimeError) as error:
             raise RequestError(f"request {request.id!r}: input_ids must be a flat list of integers: {error}") from error
-        if ids.dim() != 1 or not len(ids):
+        if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
             raise RequestError(f"request {request.id!r}: input_ids must be a flat, non-empty list of integers")
         size = len(self.tokenizer)
         if int(ids.min()) < 0 or int(ids.max()) >= size:
             raise RequestError(
                 f"request {request.id!r}: input_ids must lie in [0, {size}), got [{ids.min()}, {ids.max()}]"
             )
-        return ids[None]
+        return ids[None].long()
 
     def _with_ids(self, request: Request, inputs: Mapping[str, Any], ids: torch.Tensor) -> dict[str, Any]:
         """Ids that are already expanded, with the media of `inputs` and type ids as the processor would set them."""

@@ -376,6 +376,8 @@ class AsyncPrefiller:
 
     def decode_many(self, outcomes: Seq[Outcome], max_new_tokens: int = 64) -> list[Generation | BaseException]:
         """Decode results together, greedily; exceptions among them stay where they are. Blocks."""
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         good = [each for each in outcomes if isinstance(each, PrefillResult)]
         plan = self.session.route.plan
         if plan is None:

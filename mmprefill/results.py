@@ -167,6 +167,8 @@ class PrefillResult:
 
         A choice is tokenised on its own, without special tokens; give the leading space if the prompt wants one.
         """
+        if isinstance(choices, str):
+            raise ValueError(f"choices must be a list of strings, got one: {choices!r}")
         tokenized = [self.session.tokenizer(choice, add_special_tokens=False).input_ids for choice in choices]
         for choice, ids in zip(choices, tokenized, strict=True):
             if not ids:

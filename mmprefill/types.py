@@ -9,9 +9,10 @@ Shape legend, used in names and comments throughout:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -69,8 +70,18 @@ class Request:
         given = [name for name in ("prompt", "messages", "input_ids") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"a request takes exactly one of prompt, messages and input_ids; got {given or 'none'}")
-        if not self.id:
+        if self.id is None or self.id == "":
             object.__setattr__(self, "id", f"request-{next(_ids)}")
+        if not isinstance(self.priority, Integral):
+            raise ValueError(f"request {self.id!r}: priority must be an integer, got {self.priority!r}")
+        if self.deadline is not None and not (isinstance(self.deadline, Real) and self.deadline == self.deadline):
+            raise ValueError(f"request {self.id!r}: deadline must be seconds or None, got {self.deadline!r}")
+        if not isinstance(self.salt, str):
+            raise ValueError(f"request {self.id!r}: salt must be a string, got {type(self.salt).__name__}")
+        layers = self.hidden_states
+        if not isinstance(layers, Iterable) or not all(isinstance(layer, Integral) for layer in layers):
+            raise ValueError(f"request {self.id!r}: hidden_states must be layer numbers, as (-1,), got {layers!r}")
+        object.__setattr__(self, "hidden_states", tuple(layers))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import checkpoints
 import pytest
 
 from mmprefill import PrefillConfig, Prefiller, Rendered, Request
-from mmprefill.errors import EngineClosedError, MMPrefillError
+from mmprefill.errors import EngineClosedError, MMPrefillError, RequestError
 from mmprefill.pipeline import driver
 from mmprefill.results import PrefillResult
 
@@ -47,6 +47,38 @@ def test_unknown_fields(shared):
         shared.prefill({"promt": "x"})
     with pytest.raises(ValueError, match="content, role"):
         shared.prefill({"role": "user", "content": "a message outside a list"})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"priority": "high"}, {"deadline": "1"}, {"deadline": float("nan")}, {"salt": 5}, {"hidden_states": -1}],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_wrong_fields(fields):
+    """A field of a wrong type is refused when the request is made, by name; none reaches the engine."""
+    with pytest.raises(ValueError, match=f"'q': {next(iter(fields))} must be"):
+        Request(prompt="x", id="q", **fields)
+
+
+def test_ids_that_count_as_none():
+    """Zero is an id like any other; nothing is none."""
+    assert Request(prompt="x", id=0).id == 0
+    assert Request(prompt="x").id.startswith("request-")
+
+
+@pytest.mark.parametrize("ids", [[1.5, 2.0], [True, False], [], [[1, 2]], ["1"]])
+def test_ids_are_integers(shared, ids):
+    """Token ids are not rounded, nor made of truth values."""
+    with pytest.raises(RequestError, match="flat"):
+        shared.prefill(ids)
+
+
+def test_choices_and_lengths(shared):
+    """One string where choices are wanted, and lengths of nothing, are refused."""
+    with pytest.raises(ValueError, match="choices must be a list"):
+        shared.score("x", "yes")
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        shared.generate_many(["x"], 0)
 
 
 @pytest.mark.parametrize("one", ["text", {"prompt": "x"}, Request(prompt="x"), Rendered("x")])
