@@ -166,15 +166,15 @@ class PrefixStore:
 
     def finish(self, entry: Entry, logits: Tensor, positions: Tensor, attention: str) -> None:
         """A prompt is done: keep it within the limit."""
-        entry.logits, entry.positions, entry.attention = logits, positions, attention
-        entry.advance()
         assert entry.kv is not None
+        entry.logits, entry.positions, entry.attention = logits, positions, attention
+        entry.kv.shared = True  # also if it is not kept: whoever found it on its way holds it
+        entry.advance()
+        self._index(entry)  # again: an entry that it shared blocks with may be gone by now
         size = entry.kv.nbytes
-        if size > self._limit:
+        if size > self._limit or self._wholes[entry.chain.whole] is not entry:  # too large, or the same is there
             self._forget(entry)
             return
-        self._index(entry)  # again: an entry that it shared blocks with may be gone by now
-        entry.kv.shared = True
         self._kept[entry] = size
         self.nbytes += size
         while self.nbytes > self._limit:

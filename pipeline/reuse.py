@@ -50,6 +50,8 @@ class Plan:
             self.why = f"the first {tokens} tokens of an earlier prompt"
         elif shared:
             self.why = "the shared beginning ends inside a two-way span"
+        elif self.match:
+            self.why = "the earlier prompt that begins the same ended before its first token was there"
 
     @property
     def media_start(self) -> int:

@@ -218,6 +218,53 @@ def test_a_cancelled_owner_leaves_followers_whole(smol):
             same(unwrap(outcome), cold.prefill(request))
 
 
+@pytest.fixture
+def held(smol):
+    """A prefiller whose lane is busy for a moment, so that requests meet while they are in flight."""
+    smol.session.lane.submit(time.sleep, 0.3)
+    return smol
+
+
+def test_followers_of_a_request_that_came_to_nothing(held):
+    """They compute for themselves, exactly, and say why."""
+    engine, requests = held._engine, questions(held, 3)
+
+    async def race():
+        tasks = [asyncio.ensure_future(engine.prefill(request)) for request in requests]
+        await asyncio.sleep(0.1)
+        tasks[0].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    outcomes = asyncio.run(race())
+    assert isinstance(outcomes[0], asyncio.CancelledError)
+    for outcome in outcomes[1:]:
+        assert outcome.reuse.tokens or outcome.reuse.why, outcome.reuse
+
+
+def test_what_is_shared_in_flight_is_never_handed_out_mutable():
+    """Two results of one computation are two, even where nothing is kept behind them."""
+    with open_prefiller("smolvlm", prefix_bytes=1) as prefiller:
+        prefiller.session.lane.submit(time.sleep, 0.3)
+        first, second = map(unwrap, prefiller.prefill_many([LONG, LONG]))
+        assert {first.reuse.tokens, second.reuse.tokens} == {0, len(first.token_ids)}
+        expected = second.generate(4)
+        for layer in first.cache.layers:
+            layer.keys.zero_()
+            layer.values.zero_()
+        assert second.generate(4) == expected
+        assert prefiller.generate(LONG, 4) == expected
+
+
+def test_a_prompt_is_kept_once(smol):
+    """Computing what is stored already (for its hidden states, say) does not fill the store with copies of it."""
+    smol.prefill(LONG)
+    kept = smol._engine._stores.prefix.nbytes
+    for _ in range(3):
+        smol.embed(LONG)
+    assert smol._engine._stores.prefix.nbytes == kept
+    assert smol.prefill(LONG).reuse.tokens > 0
+
+
 def test_watching_a_request():
     """Progress comes after each chunk, with KV that is already that of the end; the result comes last."""
     with checkpoints.quiet():
