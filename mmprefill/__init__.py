@@ -26,6 +26,7 @@ _HOMES = {
     "Request": "types",
     "Trace": "trace",
     "load": "pipeline.kv_store",
+    "run_job": "job",
 }
 __all__ = sorted(_HOMES)
 

@@ -20,6 +20,7 @@ DESCRIPTION = "Image+text requests in, KV caches out: exact multimodal prefill o
 EPILOG = """examples:
   mmprefill run "What is in this picture?" --image cat.jpg --generate 32
   mmprefill run --model Qwen/Qwen2.5-VL-3B-Instruct --requests requests.jsonl --json
+  mmprefill batch questions.jsonl --out answers --emit topk,text
   mmprefill verify path/to/checkpoint
 """
 
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_eval(commands)
     _add_bench(commands)
+    _add_batch(commands)
     return parser
 
 
@@ -153,6 +155,45 @@ def _add_bench(commands: Any) -> None:
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="torch threads (default 2)")
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16", "fp32"], help="default bf16")
     parser.set_defaults(run=_bench)
+
+
+def _add_batch(commands: Any) -> None:
+    parser = commands.add_parser(
+        "batch", help="run a dataset of pictures and prompts into tables and KV files; goes on where it was ended"
+    )
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="JSONL, CSV or Parquet files, folders of pictures, "
+                        "Hugging Face datasets on disk; globs and fsspec paths too")  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the output goes; the same again goes on with it")
+    parser.add_argument("--emit", default="topk", metavar="A,B", help="any of kv, topk, logits, scores, embeddings, "
+                        "hidden, text (default topk)")  # fmt: skip
+    parser.add_argument("--format", default="jsonl", choices=["jsonl", "parquet"], help="of the tables (default jsonl)")
+    parser.add_argument("--prompt", metavar="TEXT", help="a prompt made of columns, as 'Is this {label}?'")
+    for name in ("image", "prompt", "messages", "id"):
+        parser.add_argument(f"--{name}-column", metavar="NAME", help=f"default {name!r}")
+    parser.add_argument("--split", help="of a Hugging Face dataset")
+    parser.add_argument("--choices", nargs="+", default=[], metavar="TEXT", help="what --emit scores compares")
+    parser.add_argument("--top", type=int, default=5, metavar="K", help="next tokens of --emit topk (default 5)")
+    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="most tokens of --emit text (default 64)")
+    parser.add_argument("--layer", type=int, default=-1, metavar="N", help="of --emit embeddings (default -1)")
+    parser.add_argument("--pooling", default="last", choices=["last", "mean", "none"], help="of --emit embeddings")
+    parser.add_argument("--hidden-layers", nargs="+", type=int, default=[-1], metavar="N", help="of --emit hidden")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N rows")
+    parser.add_argument("--shard", metavar="I/N", help="only every N-th row, from the I-th on, counted from 0")
+    parser.add_argument("--part-rows", type=int, default=256, metavar="N", help="rows that are kept or lost together")
+    parser.add_argument("--window", type=int, default=48, metavar="N", help="most rows in flight (default 48)")
+    parser.add_argument("--retries", type=int, default=2, metavar="N", help="when the network fails (default 2)")
+    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="for one row")
+    parser.add_argument("--max-errors", type=int, metavar="N", help="stop when more rows than this have failed")
+    parser.add_argument("--disk-budget", metavar="SIZE", help="stop before the output is larger, e.g. 20GiB")
+    parser.add_argument("--allow-host", action="append", default=[], metavar="HOST", help="fetch pictures from there")
+    parser.add_argument("--image-root", action="append", default=[], type=Path, metavar="DIR",
+                        help="read pictures from there only")  # fmt: skip
+    parser.add_argument(
+        "--dry-run", action="store_true", help="run a few rows only; show tokens, bytes and time of all"
+    )
+    parser.add_argument("--json", action="store_true", help="the report as one JSON object")
+    _add_model_options(parser)
+    parser.set_defaults(run=_batch)
 
 
 def _open(arguments: argparse.Namespace, **options: Any) -> Prefiller:
@@ -305,6 +346,44 @@ def _bench(arguments: argparse.Namespace) -> int:
             print(f"mmprefill: {row.system}, variant {row.variant}: {row.tokens_per_s} tokens/s", file=sys.stderr)
     print(as_lines(rows))
     return 0
+
+
+def _batch(arguments: argparse.Namespace) -> int:
+    from mmprefill import job_report
+    from mmprefill.config import MediaLimits, PrefillConfig
+    from mmprefill.job import estimate_job, run_job
+
+    if arguments.out is None and not arguments.dry_run:
+        raise ValueError("say where the output goes: --out DIR, or look first: --dry-run")
+    settings = _batch_settings(arguments)
+    hosts, roots = tuple(arguments.allow_host), tuple(arguments.image_root) or None
+    config = PrefillConfig(media=MediaLimits(allow_urls=bool(hosts), allowed_hosts=hosts, allowed_roots=roots))
+    with _open(arguments, config=config) as prefiller:
+        if arguments.dry_run:
+            job_report.show_estimate(estimate_job(arguments.inputs, prefiller=prefiller, **settings), arguments.json)
+            return 0
+        report = run_job(arguments.inputs, arguments.out, prefiller=prefiller, progress=not arguments.json, **settings)
+    job_report.show_report(report, arguments.json)
+    return report.exit_code
+
+
+def _batch_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    from mmprefill.pipeline.memory import parse_bytes
+
+    names = (
+        "format", "prompt", "image_column", "prompt_column", "messages_column", "id_column", "split", "choices", "top",
+        "layer", "pooling", "hidden_layers", "limit", "part_rows", "window", "retries", "deadline", "max_errors",
+    )  # fmt: skip
+    settings = {name: getattr(arguments, name) for name in names}
+    settings["emit"] = [each.strip() for each in arguments.emit.split(",")]
+    settings["max_new_tokens"] = arguments.tokens
+    settings["disk_budget"] = parse_bytes(arguments.disk_budget) if arguments.disk_budget else None
+    if arguments.shard:
+        numbers = arguments.shard.split("/")
+        if len(numbers) != 2 or not all(each.isdecimal() for each in numbers):
+            raise ValueError(f"--shard takes I/N such as 0/4, got {arguments.shard!r}")
+        settings["shard"] = (int(numbers[0]), int(numbers[1]))
+    return settings
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ MMPrefillError
 ├── ModelError(ValueError)       choose another checkpoint or fix its folder
 │   └── UnsupportedModelError    this kind of model has no path here; says why
 ├── ArtefactError(ValueError)    the KV file is damaged, foreign or made for something else
+├── JobError(ValueError)         the output folder belongs to another job, input or setting; use another, or go back
 ├── DeadlineError                the request's own deadline passed; give it more time, or drop it
 ├── OutOfMemoryError             one request does not fit in memory, even alone
 └── EngineClosedError            the engine was closed, or died (see __cause__); start a new one
@@ -69,6 +70,10 @@ class UnsupportedModelError(ModelError):
 
 class ArtefactError(MMPrefillError, ValueError):
     """A KV artefact is damaged, foreign, or belongs to another model."""
+
+
+class JobError(MMPrefillError, ValueError):
+    """The output folder of a batch job cannot be used for this job."""
 
 
 class DeadlineError(MMPrefillError):

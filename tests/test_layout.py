@@ -41,6 +41,7 @@ SURFACE = {
     "Request": "class mmprefill.types",
     "Trace": "class mmprefill.trace",
     "load": "function mmprefill.pipeline.kv_store",
+    "run_job": "function mmprefill.job",
 }
 
 

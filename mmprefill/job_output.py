@@ -1,0 +1,249 @@
+"""What rows become: records for the tables, tensors and KV artefacts for the files beside them."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from mmprefill.errors import EngineClosedError
+from mmprefill.job_input import Row
+from mmprefill.job_settings import JobSettings, extra
+from mmprefill.job_state import part_name, write_atomically
+from mmprefill.prefiller import Prefiller
+from mmprefill.results import PrefillResult, unwrap
+from mmprefill.types import Generation
+
+Record = dict[str, Any]
+Outcome = PrefillResult | BaseException
+HEADER = 64 * 2**10  # room for what a file holds beside its tensors
+_TOP = {"top_ids": "list<int64>", "top_tokens": "list<string>", "top_logprobs": "list<float32>"}
+
+
+class StopJob(Exception):
+    """The job cannot go on, though no row is to blame; says why."""
+
+
+@dataclass
+class Budget:
+    """Bytes that may still be written. Safe to use from several threads."""
+
+    left: int | None
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def take(self, count: int) -> None:
+        """Reserve bytes before they are written.
+
+        Raises:
+            StopJob: if there are not so many.
+        """
+        with self._lock:
+            if self.left is None:
+                return
+            if count > self.left:
+                raise StopJob(f"the disk budget is used up: {count} bytes to write, {self.left} left")
+            self.left -= count
+
+
+@dataclass
+class Served:
+    """A group of rows, done: a record per row, in its order, and the files that were written."""
+
+    records: list[Record] = field(default_factory=list)
+    errors: list[Record] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    tokens: int = 0
+    reused_tokens: int = 0
+    pictures: int = 0
+    reused_pictures: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Output:
+    """Makes records and files of results.
+
+    Args:
+        prefiller: decodes and scores.
+        folder: where files go.
+        settings: what is wanted.
+        budget: bytes that may be written.
+    """
+
+    def __init__(self, prefiller: Prefiller, folder: Path, settings: JobSettings, budget: Budget) -> None:
+        self._prefiller, self._folder, self._settings, self._budget = prefiller, folder, settings, budget
+
+    def serve(self, start: int, number: int, rows: Seq[Row], outcomes: Seq[Outcome]) -> Served:
+        """Everything that is wanted of a group of a part; a row that cannot be emitted fails alone."""
+        served, tensors = Served(), dict[str, Tensor]()
+        texts = self._texts(outcomes)
+        for row, outcome, text in zip(rows, outcomes, texts, strict=True):
+            if isinstance(outcome, BaseException):
+                served.errors.append(failure(row, outcome))
+                continue
+            try:
+                if isinstance(text, BaseException):
+                    raise text
+                record = {"index": row.index, "id": row.id, "prompt_tokens": len(outcome.token_ids)}
+                record |= self._small(outcome) | ({"text": text} if "text" in self._settings.emit else {})
+                mine = self._large(outcome)
+                if "kv" in self._settings.emit:
+                    served.files.append(self._save_kv(start, row, outcome))
+                    record["kv"] = self._name(served.files[-1])
+            except Exception as error:
+                if is_fatal(error):
+                    raise
+                served.errors.append(failure(row, error))
+                continue
+            tensors |= {f"{row.index}.{name}": tensor for name, tensor in mine.items()}
+            served.records.append(record)
+            _count(served, outcome)
+        if tensors:
+            self._save_tensors(start, number, tensors, served)
+        return served
+
+    def _texts(self, outcomes: Seq[Outcome]) -> list[Any]:
+        if "text" not in self._settings.emit:
+            return [None] * len(outcomes)
+        most = self._settings.max_new_tokens
+        try:
+            found = self._prefiller.decode_many(outcomes, most)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            found = [self._decoded_alone(each, most) for each in outcomes]
+        return [each if isinstance(each, BaseException) else each.text for each in found]
+
+    def _decoded_alone(self, outcome: Outcome, most: int) -> Generation | BaseException:
+        """What could not be decoded together, so that only the row that is at fault fails."""
+        try:
+            return unwrap(outcome).generate(most)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            return error
+
+    def _small(self, result: PrefillResult) -> Record:
+        """Columns of the table."""
+        s, record = self._settings, Record()
+        if "topk" in s.emit:
+            best = result.top_tokens(s.top)
+            record["top_ids"] = [each.id for each in best]
+            record["top_tokens"] = [each.text for each in best]
+            record["top_logprobs"] = [each.logprob for each in best]
+        if "scores" in s.emit:
+            scores = [each.logprob for each in result.score(s.choices)]
+            record["scores"] = scores
+            record["best"] = s.choices[max(range(len(scores)), key=scores.__getitem__)]
+        if "embeddings" in s.emit and s.pooling != "none":
+            record["embedding"] = result.pooled(s.pooling, s.layer).float().tolist()
+        return record
+
+    def _large(self, result: PrefillResult) -> dict[str, Tensor]:
+        """Tensors of the files beside it."""
+        s, tensors = self._settings, dict[str, Tensor]()
+        if "logits" in s.emit:
+            tensors["logits"] = result.next_token_logits
+        if "embeddings" in s.emit and s.pooling == "none":
+            tensors["embeddings"] = result.hidden_states[s.layer]
+        if "hidden" in s.emit:
+            tensors |= {f"hidden.{layer}": result.hidden_states[layer] for layer in s.hidden_layers}
+        return {
+            name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+        }
+
+    def _save_kv(self, start: int, row: Row, result: PrefillResult) -> Path:
+        hidden = sum(states.nbytes for states in result.hidden_states.values())
+        self._budget.take(result.kv_bytes + result.next_token_logits.nbytes + hidden + HEADER)
+        folder = self._folder / "kv" / part_name(start)
+        folder.mkdir(parents=True, exist_ok=True)
+        return result.save(folder / f"{row.index:08d}.kv.safetensors")
+
+    def _save_tensors(self, start: int, number: int, tensors: dict[str, Tensor], served: Served) -> None:
+        data = save(tensors, {"format": "pt"})
+        self._budget.take(len(data))
+        path = self._folder / "tensors" / f"{part_name(start)}-{number:03d}.safetensors"
+        write_atomically(path, data)
+        served.files.append(path)
+        for record in served.records:
+            record["tensors"] = self._name(path)
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self._folder).as_posix()
+
+    def write_table(self, start: int, records: Seq[Record]) -> Path:
+        """The table of a part."""
+        path = self._folder / "rows" / f"{part_name(start)}.{self._settings.format}"
+        data = encoded(records, columns(self._settings), self._settings.format)
+        self._budget.take(len(data))
+        write_atomically(path, data)
+        return path
+
+
+def columns(settings: JobSettings) -> dict[str, str]:
+    """Columns of the table and their types, as Arrow names them."""
+    found = {"index": "int64", "id": "string", "prompt_tokens": "int64"}
+    emit = set(settings.emit)
+    pooled = settings.pooling != "none"
+    found |= _TOP if "topk" in emit else {}
+    found |= {"scores": "list<float32>", "best": "string"} if "scores" in emit else {}
+    found |= {"embedding": "list<float32>"} if "embeddings" in emit and pooled else {}
+    found |= {"text": "string"} if "text" in emit else {}
+    found |= {"kv": "string"} if "kv" in emit else {}
+    large = emit & {"logits", "hidden"} or ("embeddings" in emit and not pooled)
+    return found | ({"tensors": "string"} if large else {})
+
+
+ERROR_COLUMNS = {"index": "int64", "id": "string", "error": "string", "message": "string"}
+
+
+def encoded(records: Seq[Record], types: dict[str, str], form: str) -> bytes:
+    """A table as the bytes of a file."""
+    if form == "jsonl":
+        return "".join(json.dumps({name: each.get(name) for name in types}) + "\n" for each in records).encode()
+    arrow, parquet = extra("pyarrow", "writing Parquet"), extra("pyarrow.parquet", "writing Parquet")
+    arrays = [
+        arrow.array([_printable(each.get(name)) for each in records], _arrow_type(arrow, kind))
+        for name, kind in types.items()
+    ]
+    buffer = io.BytesIO()
+    parquet.write_table(arrow.Table.from_arrays(arrays, names=list(types)), buffer)
+    return buffer.getvalue()
+
+
+def _printable(value: Any) -> Any:
+    """Arrow takes no lone surrogates."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
+def _arrow_type(arrow: Any, kind: str) -> Any:
+    inner = kind.removeprefix("list<").removesuffix(">")
+    plain = {"int64": arrow.int64, "float32": arrow.float32, "string": arrow.string}[inner]()
+    return arrow.list_(plain) if inner != kind else plain
+
+
+def failure(row: Row, error: BaseException) -> Record:
+    """The record of a row that failed."""
+    return {"index": row.index, "id": row.id, "error": type(error).__name__, "message": str(error)}
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Whether no further row can be served: the engine or its device is gone, the disk is full, the job was stopped."""
+    lost = getattr(torch, "AcceleratorError", EngineClosedError)
+    return isinstance(error, (EngineClosedError, StopJob, OSError, lost)) or not isinstance(error, Exception)
+
+
+def _count(served: Served, result: PrefillResult) -> None:
+    served.tokens += len(result.token_ids)
+    served.reused_tokens += result.reuse.tokens
+    served.pictures += len(result.media)
+    served.reused_pictures += result.reuse.pictures
+    for stage, seconds in result.seconds.items():
+        served.seconds[stage] = served.seconds.get(stage, 0.0) + seconds

@@ -1,0 +1,252 @@
+"""What a job's folder knows: how it was made, which rows are done, and nothing that is half written.
+
+    manifest.json                       how it was made; at the end also the counts
+    rows/part-00000256.jsonl            the table, a file per part, named by its first row
+    tensors/part-00000256-000.safetensors, kv/part-00000256/<row>.kv.safetensors
+    state/part-00000256.json            written last: a part is done when this is there and its files are as it says
+    errors.jsonl                        rows that failed; made of the state files
+
+Everything else in the four folders is left from a run that was killed, and removed by the next one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import zlib
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mmprefill.errors import JobError
+from mmprefill.job_input import Row
+from mmprefill.job_settings import differences
+
+FORMAT = 1
+OURS = re.compile(r"part-\d+|\.mmprefill-|\d+\.kv\.safetensors$")  # how the names of our files begin
+FOLDERS = ("rows", "tensors", "kv", "state")
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """The path holds the old content or the new one, whole; on disk when this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".mmprefill-{secrets.token_hex(8)}.tmp")
+    try:
+        with draft.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """A rename is on disk only when its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A part that is done.
+
+    Attributes:
+        start: its first row, counted among the rows of this job.
+        stop: the row after its last.
+        digest: of its rows, hex.
+        files: path in the folder -> [bytes, CRC of tables or None].
+        errors: a record per failed row.
+    """
+
+    start: int
+    stop: int
+    digest: str
+    files: dict[str, list[int | None]]
+    errors: list[dict[str, Any]]
+
+    @property
+    def failed(self) -> int:
+        """Rows that failed."""
+        return len(self.errors)
+
+
+def part_name(start: int) -> str:
+    """The name under which the files of a part go."""
+    return f"part-{start:08d}"
+
+
+class JobFolder:
+    """The output folder, held by one job at a time.
+
+    Args:
+        path: the folder; made if it is not there.
+        about: how the output is made: "settings" and "model" must be as before.
+
+    Raises:
+        JobError: if it is held by another job, is something else, or was begun with other settings or another model.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(path)
+        try:
+            self.about = self._manifest(json.loads(json.dumps(about)))
+            self.commits = sorted(self._commits(), key=lambda each: each.start)
+            self.clear()
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self._done = iter(self.commits[:])
+        self._next = next(self._done, None)
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def _manifest(self, about: dict[str, Any]) -> dict[str, Any]:
+        file = self.path / "manifest.json"
+        if not file.exists():
+            strangers = [each.name for each in self.path.iterdir() if not each.name.startswith(".")]
+            if strangers:
+                raise JobError(
+                    f"{self.path} is no folder of a batch job: it holds {sorted(strangers)[0]!r}; use another"
+                )
+            made = json.dumps([about["model"], about["settings"]], sort_keys=True)
+            fingerprint = hashlib.sha256(made.encode()).hexdigest()
+            about = {
+                "kind": "mmprefill batch",
+                "format": FORMAT,
+                "fingerprint": fingerprint,
+                **about,
+                "complete": False,
+            }
+            write_atomically(file, json.dumps(about, indent=1).encode())
+            return about
+        found = _json(file)
+        if not isinstance(found, dict) or found.get("kind") != "mmprefill batch" or found.get("format") != FORMAT:
+            raise JobError(f"{file} is not the manifest of a batch job of this version; use another folder")
+        changed = [
+            each for name in ("model", "settings") for each in differences(found.get(name, {}), about.get(name, {}))
+        ]
+        if changed:
+            raise JobError(f"{self.path} was begun differently: {'; '.join(changed)}. Use another folder, or go back")
+        return found
+
+    def _commits(self) -> Iterator[Commit]:
+        for file in sorted((self.path / "state").glob("part-*.json")):
+            found = _json(file)
+            try:
+                commit = Commit(**found)
+                whole = all(self._as_written(name, *facts) for name, facts in commit.files.items())
+            except (TypeError, ValueError, AttributeError):
+                continue
+            if whole:
+                yield commit
+
+    def _as_written(self, name: str, size: int | None, crc: int | None) -> bool:
+        file = self.path / name
+        if not file.is_file() or file.stat().st_size != size:
+            return False
+        return crc is None or zlib.crc32(file.read_bytes()) == crc
+
+    def clear(self) -> None:
+        """Remove what no finished part owns; only in folders that are ours."""
+        kept = {name for commit in self.commits for name in commit.files}
+        kept |= {f"state/{part_name(commit.start)}.json" for commit in self.commits}
+        for folder in FOLDERS:
+            for file in sorted((self.path / folder).rglob("*"), reverse=True):
+                if file.is_dir():
+                    if not any(file.iterdir()):
+                        file.rmdir()
+                elif OURS.match(file.name) and file.relative_to(self.path).as_posix() not in kept:
+                    file.unlink()
+        for draft in self.path.glob(".mmprefill-*.tmp"):
+            draft.unlink()
+
+    # While rows go by.
+
+    def covers(self, ordinal: int, row: Row) -> bool:
+        """Whether a row is done; called for every row in order.
+
+        Raises:
+            JobError: if the done rows are not those of the input.
+        """
+        part = self._next
+        if part is None or ordinal < part.start:
+            return False
+        self._digest.update(row.digest)
+        if ordinal + 1 == part.stop:
+            if self._digest.hexdigest() != part.digest:
+                raise JobError(
+                    f"{self.path}: rows {part.start} to {part.stop - 1} of the input are not those that were done; "
+                    "use another folder for another input"
+                )
+            self._next, self._digest = next(self._done, None), hashlib.blake2b(digest_size=16)
+        return True
+
+    def check_end(self, ordinal: int) -> None:
+        """The input has no fewer rows than were done.
+
+        Raises:
+            JobError: if it has.
+        """
+        if self._next is not None:
+            raise JobError(f"{self.path}: the input has {ordinal} rows, {self.commits[-1].stop} were done before")
+
+    def commit(self, start: int, rows: Seq[Row], files: Seq[Path], errors: list[dict[str, Any]]) -> Commit:
+        """Declare a part done; its files are on disk."""
+        digest = hashlib.blake2b(b"".join(row.digest for row in rows), digest_size=16).hexdigest()
+        sizes: dict[str, list[int | None]] = {}
+        for file in files:
+            name = file.relative_to(self.path).as_posix()
+            crc = zlib.crc32(file.read_bytes()) if name.startswith("rows/") else None
+            sizes[name] = [file.stat().st_size, crc]
+        commit = Commit(start, start + len(rows), digest, sizes, errors)
+        sync_folder(self.path)  # the folders that the files lie in
+        write_atomically(self.path / "state" / f"{part_name(start)}.json", json.dumps(asdict(commit)).encode())
+        self.commits.append(commit)
+        return commit
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything in the folder."""
+        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+
+    def finish(self, *, complete: bool) -> None:
+        """Bring the manifest up to date."""
+        parts = sorted(self.commits, key=lambda each: each.start)
+        rows, failed = sum(p.stop - p.start for p in parts), sum(p.failed for p in parts)
+        tables = [name for part in parts for name in part.files if name.startswith("rows/")]
+        self.about |= {"complete": complete, "rows": rows, "ok": rows - failed, "failed": failed, "tables": tables}
+        write_atomically(self.path / "manifest.json", json.dumps(self.about, indent=1).encode())
+
+    def close(self) -> None:
+        """Let another job have the folder."""
+        os.close(self._lock)
+
+
+def _locked(path: Path) -> int:
+    lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however it ends
+    except OSError as error:
+        os.close(lock)
+        raise JobError(f"{path}: another job is writing to it") from error
+    return lock
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_bytes())
+    except ValueError:
+        return None

@@ -1,0 +1,687 @@
+"""The batch job: every row's output is what `Prefiller` gives, in order, once, whatever fails or is killed."""
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import mmprefill
+from mmprefill import job, job_input, job_output
+from mmprefill.cli import main
+from mmprefill.config import MediaLimits, PrefillConfig
+from mmprefill.errors import JobError, MediaFetchError, MMPrefillError
+from mmprefill.fetch import Fetcher
+from mmprefill.job_settings import EMITS, JobSettings
+from mmprefill.metrics import Observer
+from mmprefill.models import load
+from mmprefill.pipeline.kv_store import load as load_kv
+from mmprefill.prefiller import Prefiller
+
+NEAR = {"rtol": 1e-4, "atol": 1e-4}
+
+
+class Heard(Observer):
+    def __init__(self):
+        self.asked, self.running, self.most, self.pictures = [], 0, 0, 0
+
+    def requested(self, request_id):
+        self.asked.append(request_id)
+        self.running += 1
+        self.most = max(self.most, self.running)
+
+    def finished(self, result):
+        self.running -= 1
+
+    def failed(self, request_id, error):
+        self.running -= 1
+
+    def encoded(self, *, pictures, **_):
+        self.pictures += pictures
+
+
+@pytest.fixture(scope="module")
+def bundle():
+    with checkpoints.quiet():
+        return load(checkpoints.cached("smolvlm"))
+
+
+@pytest.fixture(scope="module")
+def prefiller(bundle):
+    media = MediaLimits(allow_urls=True, allowed_hosts=("pictures.example",))
+    with Prefiller(bundle, PrefillConfig(media=media, intake_threads=1)) as prefiller:
+        yield prefiller
+
+
+@pytest.fixture
+def heard(bundle):
+    """An engine that tells what it was asked for."""
+    observer = Heard()
+    with Prefiller(bundle, PrefillConfig(intake_threads=1), observer=observer) as prefiller:
+        prefiller.heard = observer
+        yield prefiller
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A folder with four pictures."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for i in range(4):
+        checkpoints.picture(i).save(folder / f"p{i}.png")
+    return folder
+
+
+def simple(count):
+    return [{"id": f"r{i}", "prompt": f"what is {i % 3}", "images": [f"p{i % 4}.png"]} for i in range(count)]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def records(out):
+    """The whole table, by whatever format."""
+    found = []
+    for file in sorted((out / "rows").iterdir()):
+        if file.suffix == ".parquet":
+            import pyarrow.parquet
+
+            found += pyarrow.parquet.read_table(file).to_pylist()
+        else:
+            found += [json.loads(line) for line in file.read_text().splitlines()]
+    return found
+
+
+def failures(out):
+    return [json.loads(line) for line in (out / "errors.jsonl").read_text().splitlines()]
+
+
+def expected(prefiller, data, row, **fields):
+    images = [data / name for name in row.get("images", ())]
+    return prefiller.prefill(row["prompt"], images=images, reuse=False, **fields)
+
+
+# What comes out.
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_every_form_equals_prefiller(prefiller, data, tmp_path, form):
+    """Values of every form of output, each row against the same request alone."""
+    rows = [
+        *simple(5),
+        {"id": "text", "prompt": "no picture"},
+        {"id": "two", "prompt": "a", "images": ["p0.png", "p1.png"]},
+    ]
+    report = mmprefill.run_job(
+        write(data / "in.jsonl", rows), tmp_path / "out", prefiller=prefiller, format=form, part_rows=3, window=6,
+        emit=EMITS, choices=("yes", "no way"), max_new_tokens=3, hidden_layers=(0, -1), layer=1, pooling="mean", top=2,
+    )  # fmt: skip
+    found = records(tmp_path / "out")
+    assert (report.ok, report.failed, report.exit_code) == (7, 0, 0)
+    assert [each["id"] for each in found] == [row["id"] for row in rows]
+    for row, each in zip(rows, found, strict=True):
+        plain = expected(prefiller, data, row, hidden_states=(0, 1, -1))
+        tensors = load_file(tmp_path / "out" / each["tensors"])
+        top = plain.top_tokens(2)
+        assert each["prompt_tokens"] == len(plain.token_ids)
+        assert (each["top_ids"], each["top_tokens"]) == ([t.id for t in top], [t.text for t in top])
+        assert each["top_logprobs"] == pytest.approx([t.logprob for t in top], abs=1e-4)
+        assert each["scores"] == pytest.approx([c.logprob for c in plain.score(["yes", "no way"])], abs=1e-4)
+        assert each["best"] == ("yes", "no way")[each["scores"][1] > each["scores"][0]]
+        assert each["text"] == plain.generate(3).text
+        torch.testing.assert_close(torch.tensor(each["embedding"]), plain.pooled("mean", 1), **NEAR)
+        torch.testing.assert_close(tensors[f"{each['index']}.logits"], plain.next_token_logits, **NEAR)
+        for layer in (0, -1):
+            torch.testing.assert_close(tensors[f"{each['index']}.hidden.{layer}"], plain.hidden_states[layer], **NEAR)
+        same_cache(load_kv(tmp_path / "out" / each["kv"]).cache(), plain.cache)
+
+
+def same_cache(mine, theirs):
+    for a, b in zip(mine.layers, theirs.layers, strict=True):
+        torch.testing.assert_close(a.keys, b.keys, **NEAR)
+        torch.testing.assert_close(a.values, b.values, **NEAR)
+
+
+def test_embeddings_per_token(prefiller, data, tmp_path):
+    """With pooling "none" every token has its vector, in the tensor files."""
+    rows = simple(2)
+    mmprefill.run_job(
+        write(data / "in.jsonl", rows), tmp_path / "out", prefiller=prefiller, emit=("embeddings",), pooling="none"
+    )
+    for row, each in zip(rows, records(tmp_path / "out"), strict=True):
+        plain = expected(prefiller, data, row, hidden_states=(-1,)).hidden_states[-1]
+        torch.testing.assert_close(
+            load_file(tmp_path / "out" / each["tensors"])[f"{each['index']}.embeddings"], plain, **NEAR
+        )
+        assert "embedding" not in each
+
+
+def test_the_manifest_says_how(prefiller, data, tmp_path):
+    """Model, settings, versions, counts, tables."""
+    mmprefill.run_job(write(data / "in.jsonl", simple(5)), tmp_path / "out", prefiller=prefiller, part_rows=2)
+    about = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert about["model"]["weights"] == prefiller.session.bundle.fingerprint
+    assert about["settings"]["emit"] == ["topk"]
+    assert about["versions"]["torch"] == torch.__version__.partition("+")[0]
+    assert (about["complete"], about["rows"], about["ok"], about["failed"]) == (True, 5, 5, 0)
+    assert [Path(name).name for name in about["tables"]] == [f"part-0000000{i}.jsonl" for i in (0, 2, 4)]
+
+
+# What goes in.
+
+
+def as_csv(folder, rows):
+    with (folder / "in.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["id", "prompt", "images"])
+        writer.writeheader()
+        for row in rows:
+            images = row.get("images", [])
+            writer.writerow({**row, "images": json.dumps(images) if len(images) > 1 else "".join(images)})
+    return folder / "in.csv"
+
+
+def as_parquet(folder, rows):
+    import pyarrow
+    import pyarrow.parquet
+
+    given = [{**row, "images": [held(folder, i, name) for i, name in enumerate(row.get("images", []))]} for row in rows]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(given), folder / "in.parquet")
+    return folder / "in.parquet"
+
+
+def held(folder, i, name):
+    """As Hugging Face stores pictures: by their bytes, or by a path."""
+    return {"bytes": (folder / name).read_bytes(), "path": None} if i == 0 else {"bytes": None, "path": name}
+
+
+def as_dataset(folder, rows):
+    import datasets
+
+    given = [{**row, "images": [str(folder / name) for name in row.get("images", [])]} for row in rows]
+    features = {
+        "id": datasets.Value("string"),
+        "prompt": datasets.Value("string"),
+        "images": datasets.List(datasets.Image()),
+    }
+    datasets.Dataset.from_list(given, features=datasets.Features(features)).save_to_disk(folder / "set")
+    return folder / "set"
+
+
+def as_jsonl(folder, rows):
+    return write(folder / "in.jsonl", rows)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+@pytest.mark.parametrize("kind", [as_jsonl, as_csv, as_parquet, as_dataset])
+def test_every_kind_of_input(prefiller, data, tmp_path, kind):
+    """Rows with no, one and two pictures give the same from every kind of file."""
+    rows = [*simple(3), {"id": "none", "prompt": "hello", "images": []},
+            {"id": "two", "prompt": "differ?", "images": ["p0.png", "p1.png"]}]  # fmt: skip
+    report = mmprefill.run_job(kind(data, rows), tmp_path / "out", prefiller=prefiller)
+    assert (report.ok, report.failed) == (5, 0), failures(tmp_path / "out")
+    for row, each in zip(rows, records(tmp_path / "out"), strict=True):
+        top = expected(prefiller, data, row).top_tokens(5)
+        assert (each["id"], each["top_ids"]) == (row["id"], [t.id for t in top])
+        assert each["top_logprobs"] == pytest.approx([t.logprob for t in top], abs=1e-4)
+
+
+def test_a_folder_of_pictures(prefiller, data, tmp_path):
+    """A row per picture, by name; the prompt is a template over what is known of it."""
+    (data / "cats").mkdir()
+    (data / "p3.png").rename(data / "cats" / "c.png")
+    mmprefill.run_job(data, tmp_path / "out", prefiller=prefiller, prompt="Is this {label}? {{yes}}")
+    found = records(tmp_path / "out")
+    plain = prefiller.prefill("Is this cats? {yes}", images=[data / "cats" / "c.png"], reuse=False)
+    assert [each["id"] for each in found] == ["cats/c.png", "p0.png", "p1.png", "p2.png"]
+    assert found[0]["top_logprobs"] == pytest.approx([t.logprob for t in plain.top_tokens(5)], abs=1e-4)
+
+
+def test_columns_are_mapped(prefiller, data, tmp_path):
+    """Any names; messages as lists or JSON text, with pictures inside or beside them."""
+    turn = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "look"}]}]
+    inside = [{"role": "user", "content": [{"type": "image", "image": "p0.png"}, {"type": "text", "text": "look"}]}]
+    rows = [
+        {"key": 7, "pic": "p0.png", "chat": turn},
+        {"key": 8, "chat": inside},
+        {"key": 9, "pic": "p0.png", "chat": json.dumps(turn)},
+    ]
+    rows[1]["pic"] = None
+    report = mmprefill.run_job(
+        write(data / "in.jsonl", rows), tmp_path / "out", prefiller=prefiller, image_column="pic", messages_column="chat",
+        id_column="key",
+    )  # fmt: skip
+    found = records(tmp_path / "out")
+    assert report.failed == 0, failures(tmp_path / "out")
+    assert [each["id"] for each in found] == ["7", "8", "9"]
+    plain = prefiller.prefill("look", images=[data / "p0.png"], reuse=False).top_tokens(5)
+    for each in found:
+        assert each["top_logprobs"] == pytest.approx([t.logprob for t in plain], abs=1e-4)
+
+
+def test_globs_and_several_files(prefiller, data, tmp_path):
+    """Files in the order given, those of a glob by name; positions count over all of them."""
+    write(data / "b.jsonl", simple(4)[2:])
+    write(data / "a.jsonl", simple(4)[:2])
+    write(data / "first.jsonl", [{"prompt": "no id"}])
+    mmprefill.run_job([data / "first.jsonl", str(data / "[ab].jsonl")], tmp_path / "out", prefiller=prefiller)
+    found = records(tmp_path / "out")
+    assert [each["id"] for each in found] == ["row-0", "r0", "r1", "r2", "r3"]
+    assert [each["index"] for each in found] == [0, 1, 2, 3, 4]
+
+
+def test_remote_input(prefiller, data, tmp_path):
+    """Any file system of fsspec, with the pictures beside the table and nowhere else."""
+    import fsspec
+
+    files = fsspec.filesystem("memory")
+    files.pipe("/job/p0.png", (data / "p0.png").read_bytes())
+    lines = [{"prompt": "what", "images": [name]} for name in ("p0.png", "../p0.png", "gone.png")]
+    files.pipe("/job/in.jsonl", "\n".join(map(json.dumps, lines)).encode())
+    mmprefill.run_job("memory://job/*.jsonl", tmp_path / "out", prefiller=prefiller)
+    plain = prefiller.prefill("what", images=[data / "p0.png"], reuse=False).top_tokens(5)
+    assert records(tmp_path / "out")[0]["top_logprobs"] == pytest.approx([t.logprob for t in plain], abs=1e-4)
+    assert [each["error"] for each in failures(tmp_path / "out")] == ["MediaForbiddenError", "MediaError"]
+
+
+def test_limit_and_shards(prefiller, data, tmp_path):
+    """Shards have every row once, each in a folder of its own; a limit is of the shard's rows."""
+    source = write(data / "in.jsonl", simple(7))
+    for i in range(3):
+        mmprefill.run_job(source, tmp_path / "out", prefiller=prefiller, shard=(i, 3))
+    assert [[r["index"] for r in records(tmp_path / "out" / f"shard-{i}-of-3")] for i in range(3)] == [
+        [0, 3, 6],
+        [1, 4],
+        [2, 5],
+    ]
+    mmprefill.run_job(source, tmp_path / "few", prefiller=prefiller, limit=2, shard=(1, 3))
+    assert [r["index"] for r in records(tmp_path / "few" / "shard-1-of-3")] == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"emit": ("kvv",)}, "emit takes any of kv, topk"),
+        ({"emit": ("scores",)}, "list the choices"),
+        ({"choices": ("a",)}, "emit scores"),
+        ({"prompt": "a {x.y}"}, "plain column names"),
+        ({"prompt": "a", "prompt_column": "b"}, "one of prompt and prompt_column"),
+        ({"shard": (3, 3)}, "0 <= i < n"),
+        ({"part_rows": 0}, "part_rows must be positive"),
+        ({"format": "xml"}, "jsonl, parquet"),
+        ({"image_column": "nope"}, "no column 'nope'; there are id, prompt, images"),
+        ({"prompt": "{nope}"}, "no column 'nope'"),
+    ],
+)
+def test_mistakes_are_told_at_once(prefiller, data, tmp_path, settings, said):
+    """A setting or a column that makes no sense ends the job before a row is touched."""
+    source = as_csv(data, simple(2))
+    with pytest.raises(ValueError, match=said):
+        mmprefill.run_job(source, tmp_path / "out", prefiller=prefiller, **settings)
+
+
+def test_missing_input_and_extras(prefiller, data, tmp_path, monkeypatch):
+    """What is not there is named, and a missing extra says what to install."""
+    with pytest.raises(ValueError, match=r"nowhere\.jsonl: no such file"):
+        mmprefill.run_job("nowhere.jsonl", tmp_path / "out", prefiller=prefiller)
+    with pytest.raises(ValueError, match=r"\.jsonl, \.ndjson"):
+        mmprefill.run_job(data / "p0.png", tmp_path / "out", prefiller=prefiller)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MMPrefillError, match=r"pip install 'mmprefill\[data\]'"):
+        mmprefill.run_job(write(data / "in.jsonl", simple(1)), tmp_path / "out", prefiller=prefiller, format="parquet")
+
+
+# F1, F2, F11, F12: rows fail alone.
+
+
+def png(data):
+    return (data / "p0.png").read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+@pytest.mark.parametrize("kind", [as_jsonl, as_parquet, as_dataset])
+def test_a_corrupt_picture_costs_its_row(prefiller, data, tmp_path, kind):
+    """F1: row 5 of 10 is truncated: 9 results and one error, from undecoded data sets too."""
+    (data / "bad.png").write_bytes(png(data)[:200])
+    rows = simple(10)
+    rows[5]["images"] = ["bad.png"]
+    report = mmprefill.run_job(kind(data, rows), tmp_path / "out", prefiller=prefiller)
+    assert (report.ok, report.failed, report.exit_code) == (9, 1, 1)
+    assert [each["id"] for each in records(tmp_path / "out")] == [f"r{i}" for i in range(10) if i != 5]
+    assert [(each["index"], each["id"], each["error"]) for each in failures(tmp_path / "out")] == [
+        (5, "r5", "MediaError")
+    ]
+
+
+def bad_rows(data):
+    """A dozen kinds of bad row, each with the class of its error."""
+    (data / "cut.png").write_bytes(png(data)[:200])
+    (data / "empty.png").write_bytes(b"")
+    (data / "text.png").write_text("no picture")
+    return [
+        ({"prompt": "x", "images": ["cut.png"]}, "MediaError"),
+        ({"prompt": "x", "images": ["empty.png"]}, "MediaError"),
+        ({"prompt": "x", "images": ["text.png"]}, "MediaError"),
+        ({"prompt": "x", "images": ["missing.png"]}, "MediaError"),
+        ({"prompt": "x", "images": ["http://elsewhere.example/a.png"]}, "MediaForbiddenError"),
+        ({"prompt": "x", "images": [5]}, "RequestError"),
+        ({"prompt": 5}, "RequestError"),
+        ({"nothing": 1}, "RequestError"),
+        ({"prompt": "word " * 3000}, "PromptTooLongError"),
+        ({"messages": [{"role": "image", "content": "x"}]}, "RequestError"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "RequestError"),
+        ({"prompt": "x", "id": "g0"}, "RequestError"),
+        ({"prompt": "x", "id": [1]}, "RequestError"),
+        ("{torn", "RequestError"),
+        ("[1, 2]", "RequestError"),
+        ({"prompt": "x", "images": ["data:image/png;base64,%%%"]}, "MediaError"),
+    ]
+
+
+def test_bad_rows_of_every_kind(prefiller, data, tmp_path):
+    """F2, F8: 5 % bad rows of a dozen kinds, too long ones among them: every good row comes out, in order."""
+    bad = bad_rows(data)
+    lines, wanted, errors = [], [], []
+    for i in range(20 * len(bad)):
+        if i % 20 == 13:
+            row, error = bad[i // 20]
+            errors.append((i, error))
+            lines.append(row if isinstance(row, str) else json.dumps(row))
+        else:
+            wanted.append(f"g{i}")
+            row = {"id": f"g{i}", "prompt": f"n {i % 7}"} | ({"images": [f"p{i % 4}.png"]} if i % 5 == 0 else {})
+            lines.append(json.dumps(row))
+    (data / "in.jsonl").write_text("\n".join(lines))
+    report = mmprefill.run_job(data / "in.jsonl", tmp_path / "out", prefiller=prefiller, part_rows=50)
+    assert (report.ok, report.failed, report.exit_code) == (len(wanted), len(bad), 1)
+    assert [each["id"] for each in records(tmp_path / "out")] == wanted
+    found = failures(tmp_path / "out")
+    assert [(each["index"], each["error"]) for each in found] == errors
+    assert all(each["message"] for each in found)
+    assert sum(report.errors.values()) == len(bad)
+
+
+def test_summary_and_exit_code(prefiller, data, tmp_path):
+    """F11: ok, failed and skipped are counted; more failures than allowed stop the job, and a higher bound goes on."""
+    rows = simple(12)
+    for i in (1, 3, 5):
+        rows[i]["images"] = ["missing.png"]
+    source = write(data / "in.jsonl", rows)
+    first = mmprefill.run_job(source, tmp_path / "out", prefiller=prefiller, part_rows=4, window=3, max_errors=1)
+    assert (first.exit_code, first.skipped) == (3, 0)
+    assert "2 rows have failed, more than the 1" in first.stopped
+    assert not json.loads((tmp_path / "out" / "manifest.json").read_text())["complete"]
+    assert [each["index"] for each in failures(tmp_path / "out")] == [1, 3]
+    again = mmprefill.run_job(source, tmp_path / "out", prefiller=prefiller, max_errors=1)
+    assert (again.ok, again.failed, again.exit_code) == (0, 0, 3)
+    last = mmprefill.run_job(source, tmp_path / "out", prefiller=prefiller, max_errors=3)
+    assert (last.ok, last.failed, last.skipped, last.exit_code) == (7, 1, 4, 1)
+    done = mmprefill.run_job(source, tmp_path / "out", prefiller=prefiller)
+    assert (done.ok, done.failed, done.skipped, done.exit_code) == (0, 0, 12, 1)
+
+
+def test_fetches_are_tried_again(prefiller, data, tmp_path, monkeypatch):
+    """F12: what fails for the network is fetched again, so often and no more; then the row alone fails."""
+    asked = []
+
+    def fetch(self, url):
+        asked.append(url)
+        if url.endswith("never.png") or asked.count(url) < 3:
+            raise MediaFetchError("timed out")
+        return png(data)
+
+    monkeypatch.setattr(Fetcher, "fetch", fetch)
+    monkeypatch.setattr(job, "BACKOFF", 0.0)
+    rows = [{"prompt": "x", "images": [f"https://pictures.example/{name}"]} for name in ("slow.png", "never.png")]
+    report = mmprefill.run_job(write(data / "in.jsonl", rows), tmp_path / "out", prefiller=prefiller, retries=2)
+    assert (report.ok, report.failed) == (1, 1)
+    assert [each["error"] for each in failures(tmp_path / "out")] == ["MediaFetchError"]
+    assert len(asked) == 6
+
+
+def test_a_row_that_cannot_be_written_out_fails_alone(prefiller, data, tmp_path, monkeypatch):
+    """An error in scoring or generating is the row's; a full disk is the job's."""
+    small = job_output.Output._small
+
+    def failing(self, result):
+        if result.id == "r1":
+            raise RuntimeError("no score")
+        if result.id == "r3" and full:
+            raise OSError(28, "No space left on device")
+        return small(self, result)
+
+    full = False
+    monkeypatch.setattr(job_output.Output, "_small", failing)
+    source = write(data / "in.jsonl", simple(4))
+    assert mmprefill.run_job(source, tmp_path / "a", prefiller=prefiller).failed == 1
+    full = True
+    with pytest.raises(OSError, match="No space left"):
+        mmprefill.run_job(source, tmp_path / "b", prefiller=prefiller, part_rows=2, window=3)
+    full = False
+    report = mmprefill.run_job(source, tmp_path / "b", prefiller=prefiller)
+    assert (report.ok, report.failed, report.skipped) == (2, 0, 2)
+
+
+# F4, F5, F6: resume.
+
+
+def test_resume_does_exactly_the_rest(heard, data, tmp_path):
+    """F6: stopped and gone on with twice: no row is asked for twice, none is missing; grown input is gone on with."""
+    rows = simple(11)
+    source = write(data / "in.jsonl", rows[:9])
+    for limit, skipped in ((4, 0), (7, 4), (None, 7)):
+        report = mmprefill.run_job(source, tmp_path / "out", prefiller=heard, limit=limit, part_rows=3)
+        assert report.skipped == skipped
+    write(data / "in.jsonl", rows)
+    assert mmprefill.run_job(source, tmp_path / "out", prefiller=heard).skipped == 9
+    assert sorted(heard.heard.asked) == sorted(row["id"] for row in rows)
+    assert [each["id"] for each in records(tmp_path / "out")] == [row["id"] for row in rows]
+
+
+def test_torn_files_are_repaired(heard, data, tmp_path):
+    """F4: a part whose files are not as they were written is done again, and nothing else is."""
+    source = write(data / "in.jsonl", simple(8))
+    mmprefill.run_job(source, tmp_path / "out", prefiller=heard, part_rows=2, emit=("topk", "kv"))
+    before = records(tmp_path / "out")
+    heard.heard.asked.clear()
+    table = tmp_path / "out" / "rows" / "part-00000002.jsonl"
+    table.write_bytes(table.read_bytes()[:-10])
+    table = tmp_path / "out" / "rows" / "part-00000004.jsonl"
+    table.write_bytes(table.read_bytes().replace(b"r5", b"r9"))
+    (tmp_path / "out" / before[7]["kv"]).unlink()
+    (tmp_path / "out" / "rows" / "part-00000003.jsonl").write_text("left over")
+    report = mmprefill.run_job(source, tmp_path / "out", prefiller=heard, part_rows=2, emit=("topk", "kv"))
+    assert (report.ok, report.skipped) == (6, 2)
+    assert sorted(heard.heard.asked) == [f"r{i}" for i in range(2, 8)]
+    assert same(records(tmp_path / "out"), before)
+    assert (tmp_path / "out" / before[7]["kv"]).exists()
+
+
+def same(mine, theirs):
+    assert len(mine) == len(theirs)
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert a[name] == (pytest.approx(b[name], abs=1e-4) if name == "top_logprobs" else b[name])
+    return True
+
+
+def test_changed_settings_are_refused(prefiller, bundle, data, tmp_path):
+    """F5: another prompt, output, model or input is refused, saying what changed; nothing is touched."""
+    source = write(data / "in.jsonl", simple(4))
+    mmprefill.run_job(source, tmp_path / "out", prefiller=prefiller, limit=2)
+    before = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
+    with pytest.raises(JobError, match=r"top was 5, is 6"):
+        mmprefill.run_job(source, tmp_path / "out", prefiller=prefiller, top=6)
+    with pytest.raises(JobError, match=r"prompt was None, is 'Is it\?'"):
+        mmprefill.run_job(source, tmp_path / "out", prefiller=prefiller, prompt="Is it?")
+    with checkpoints.quiet(), pytest.raises(JobError, match="model_type was 'smolvlm', is 'gemma3'"):
+        mmprefill.run_job(source, tmp_path / "out", model=checkpoints.cached("gemma3"))
+    assert before == {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
+    write(data / "in.jsonl", [{**row, "prompt": "other"} for row in simple(4)])
+    with pytest.raises(JobError, match="rows 0 to 1 of the input are not those"):
+        mmprefill.run_job(source, tmp_path / "out", prefiller=prefiller)
+    write(data / "in.jsonl", simple(1))
+    with pytest.raises(JobError, match="the input has 1 rows, 2 were done"):
+        mmprefill.run_job(source, tmp_path / "out", prefiller=prefiller)
+
+
+def test_a_folder_that_is_not_ours(prefiller, data, tmp_path):
+    """A folder with other things, or one that another job writes to, is left alone."""
+    source = write(data / "in.jsonl", simple(1))
+    with pytest.raises(JobError, match="no folder of a batch job"):
+        mmprefill.run_job(source, data, prefiller=prefiller)
+    script = (
+        "import fcntl, os, sys; lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT);"
+        "fcntl.flock(lock, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    )
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, "-S", "-c", script, str(tmp_path / "out" / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(JobError, match="another job is writing"):
+            mmprefill.run_job(source, tmp_path / "out", prefiller=prefiller)
+        other.stdin.close()
+    assert mmprefill.run_job(source, tmp_path / "out", prefiller=prefiller).ok == 1
+
+
+def test_killed_at_any_instant(data, tmp_path):
+    """F4: after 20 kills the output is that of a clean run: the same files, rows and values, nothing left over."""
+    rows = simple(18)
+    rows[7]["images"] = ["missing.png"]
+    source = write(data / "in.jsonl", rows)
+    script = Path(__file__).with_name("job_killed.py")
+    command = [sys.executable, str(script), str(checkpoints.cached("smolvlm")), str(source), str(tmp_path), "20", "7"]
+    settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(script.parent.parent)}
+    run = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=110)
+    assert run.returncode == 0, run.stderr[-3000:]
+    told = json.loads(run.stdout.splitlines()[-1])
+    assert told["killed"] == 20
+    clean = tmp_path / "clean"
+    for number in range(told["folders"]):
+        killed = tmp_path / str(number)
+        assert files(killed) == files(clean)
+        assert same(records(killed), records(clean))
+        assert failures(killed) == failures(clean)
+        for each in records(clean):
+            same_cache(load_kv(killed / each["kv"]).cache(), load_kv(clean / each["kv"]).cache())
+            torch.testing.assert_close(load_file(killed / each["tensors"]), load_file(clean / each["tensors"]), **NEAR)
+
+
+def files(folder):
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+
+
+# Bounds.
+
+
+def test_rows_in_flight_are_bounded(heard, data, tmp_path, monkeypatch):
+    """However long the input, no more rows are with the engine than the window, none is kept, and reading waits."""
+    taken, ahead = [], []
+
+    def reading(*args):
+        for row in job_input.rows(*args):
+            taken.append(row)
+            ahead.append(len(taken) - len(heard.heard.asked))
+            yield row
+
+    monkeypatch.setattr(job, "rows", reading)
+    source = write(data / "in.jsonl", simple(120))
+    report = mmprefill.run_job(source, tmp_path / "out", prefiller=heard, part_rows=10, window=6)
+    assert report.ok == 120
+    assert heard.heard.most <= 6
+    assert max(ahead) <= 10 + 6 + 1
+
+
+def test_shared_pictures_are_encoded_once(heard, data, tmp_path):
+    """Over the whole input, however far apart the rows that show them; the output keeps its order."""
+    source = write(data / "in.jsonl", simple(40))
+    report = mmprefill.run_job(source, tmp_path / "out", prefiller=heard, part_rows=10, window=6)
+    assert (report.pictures, heard.heard.pictures) == (40, 4)
+    assert [each["index"] for each in records(tmp_path / "out")] == list(range(40))
+
+
+def test_the_disk_budget_is_kept(prefiller, data, tmp_path):
+    """The job stops before it writes more than it may; with more room it goes on."""
+    source = write(data / "in.jsonl", simple(20))
+    settings = {"prefiller": prefiller, "emit": ("kv", "logits"), "part_rows": 4, "window": 3}
+    stopped = mmprefill.run_job(source, tmp_path / "out", disk_budget=900_000, **settings)
+    size = sum(file.stat().st_size for file in (tmp_path / "out").rglob("*") if file.is_file())
+    assert stopped.exit_code == 3
+    assert "disk budget" in stopped.stopped
+    assert stopped.ok > 0
+    assert size <= 900_000
+    assert len(files(tmp_path / "out" / "kv")) % 4 == 0
+    report = mmprefill.run_job(source, tmp_path / "out", disk_budget=2**30, **settings)
+    assert report.skipped + report.ok == 20
+    assert len(records(tmp_path / "out")) == 20
+
+
+# The command.
+
+
+def batch(*arguments):
+    with checkpoints.quiet():
+        return main(["batch", *map(str, arguments), "--model", str(checkpoints.cached("smolvlm"))])
+
+
+def test_the_command(data, tmp_path, capsys):
+    """One command runs, goes on and reports, for people and for programs; the exit code tells of failed rows."""
+    rows = simple(6)
+    rows[2]["images"] = ["missing.png"]
+    source = write(data / "in.jsonl", rows)
+    options = ("--out", tmp_path / "out", "--emit", "scores,text", "--choices", "yes", "no", "--tokens", "2")
+    assert batch(source, *options, "--limit", "2") == 0
+    assert "2 ok, 0 failed, 0 skipped" in capsys.readouterr().out
+    assert batch(source, *options, "--json") == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ok"], told["failed"], told["skipped"], told["exit_code"]) == (3, 1, 2, 1)
+    assert batch(source, *options, "--top", "9") == 2
+    assert "top was 5, is 9" in capsys.readouterr().err
+    assert batch(source, "--shard", "1:2", "--out", tmp_path / "x") == 2
+
+
+def test_dry_run(data, tmp_path, capsys):
+    """Tokens, bytes and time from a few rows; nothing is written where the output would go."""
+    source = write(data / "in.jsonl", simple(40))
+    assert batch(source, "--emit", "kv", "--dry-run", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached("smolvlm")) as prefiller:
+        tokens = len(prefiller.prefill("what is 0", images=[data / "p0.png"]).token_ids)
+    assert told["rows"] == 40
+    assert told["tokens"] == pytest.approx(40 * tokens, rel=0.1)
+    assert told["seconds"] > 0
+    assert told["nbytes"] > 40 * 10_000
+    assert not (tmp_path / "out").exists()
+
+
+def test_progress(capsys):
+    """Lines where there is no terminal, with rows, rates, time left, reuse and errors."""
+    from rich.console import Console
+
+    from mmprefill.job_report import Bar, JobReport, Lines
+
+    report = JobReport(Path("out"), ok=8, failed=2, tokens=100, pictures=10, reused_pictures=5)
+    told = io.StringIO()
+    with Lines(Console(file=told, width=160), every=0.0) as lines:
+        lines.update(report, 20)
+    for word in ("10 of 20 rows", "rows/s", "tokens/s", "50 % of pictures reused", "2 failed", "s left"):
+        assert word in told.getvalue()
+    told = io.StringIO()
+    with Bar(Console(file=told, width=160, force_terminal=True)) as bar:
+        bar.update(report, 20)
+    assert "10/20" in told.getvalue()
+
+
+def test_settings_are_frozen_names():
+    """An option that does not exist is refused."""
+    with pytest.raises(TypeError, match="colour"):
+        JobSettings(colour=1)
