@@ -91,7 +91,7 @@ class AsyncPrefiller:
         self._door = asyncio.Semaphore(self.config.max_waiting)
         rate = self.config.admission_rate
         self._rate = Throttler(rate_limit=1, period=1 / rate) if rate else None
-        self._closed = False
+        self._closed, self._closing = False, threading.Lock()  # nothing is submitted behind the last look of `_drain`
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mmprefill-engine", daemon=True)
         self._thread.start()
@@ -404,9 +404,10 @@ class AsyncPrefiller:
 
     def close(self) -> None:
         """`aclose`, blocking; safe to call twice."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
         asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -415,8 +416,8 @@ class AsyncPrefiller:
         self._lanes.close()
 
     async def _drain(self) -> None:
-        rest = asyncio.all_tasks() - {asyncio.current_task()} - self._driver.loops
-        await asyncio.gather(*rest, return_exceptions=True)
+        while rest := asyncio.all_tasks() - {asyncio.current_task()} - self._driver.loops:
+            await asyncio.gather(*rest, return_exceptions=True)
         self._driver.stop()
 
     async def __aenter__(self) -> AsyncPrefiller:
@@ -437,10 +438,11 @@ class AsyncPrefiller:
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine on the engine's own loop, whatever loop or thread the caller is in."""
-        if self._closed:
-            coroutine.close()
-            raise EngineClosedError("the engine is closed")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        with self._closing:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        raise EngineClosedError("the engine is closed")
 
     async def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(self.submit(coroutine))

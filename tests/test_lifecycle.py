@@ -1,6 +1,7 @@
 """Deadlines, back-pressure, out of memory, a lost device: the right requests fail, the rest go on."""
 
 import asyncio
+import threading
 import time
 
 import checkpoints
@@ -194,6 +195,24 @@ def test_closing_drains(engine):
         return await asyncio.gather(*tasks)
 
     assert all(isinstance(outcome, PrefillResult) for outcome in asyncio.run(run()))
+
+
+def test_a_call_that_closing_overtakes(engine, monkeypatch):
+    """A request that is being handed to the engine while another thread closes it is finished, not lost."""
+    original, outcomes = asyncio.run_coroutine_threadsafe, []
+
+    def slowly(coroutine, loop):
+        if threading.current_thread() is caller:
+            time.sleep(0.3)
+        return original(coroutine, loop)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", slowly)
+    caller = threading.Thread(target=lambda: outcomes.append(engine.start("x").result(10)), daemon=True)
+    caller.start()
+    time.sleep(0.1)
+    engine.close()
+    caller.join(10)
+    assert [type(outcome) for outcome in outcomes] == [PrefillResult]
 
 
 def test_text_starts_before_the_pictures(engine, monkeypatch):
