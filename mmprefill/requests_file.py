@@ -29,7 +29,7 @@ def read_requests(path: Path) -> Iterator[Asked]:
     Raises:
         ValueError: naming the line that is not a request.
     """
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):  # JSON may hold other line ends
         if not line.strip():
             continue
         try:
@@ -43,6 +43,9 @@ def _asked(folder: Path, fields: Mapping[str, Any]) -> Asked:
     if unknown:
         raise ValueError(f"unknown fields {', '.join(unknown)}; known are {', '.join(sorted(_FIELDS))}")
     known = {name: value for name, value in fields.items() if name != "answer"}
+    for name in ("images", "messages"):
+        if not isinstance(known.get(name, []), list):
+            raise ValueError(f"{name} must be a list, got {type(known[name]).__name__}")
     if "images" in known:
         known["images"] = [_beside(folder, source) for source in known["images"]]
     if "messages" in known:

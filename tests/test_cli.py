@@ -42,6 +42,18 @@ def test_run_as_json(capsys, smol, tmp_path):
     assert (tmp_path / "kv").glob("*.kv.safetensors")
 
 
+def test_requests_files_as_people_write_them(tmp_path):
+    """A byte order mark, Windows' line ends and U+2028 inside a string are all right; a path where a list belongs is not."""
+    from mmprefill.requests_file import read_requests
+
+    file = tmp_path / "requests.jsonl"
+    file.write_bytes('\ufeff{"prompt": "one\u2028two"}\r\n\r\n{"prompt": "three"}\r\n'.encode())
+    assert [asked.request.prompt for asked in read_requests(file)] == ["one\u2028two", "three"]
+    file.write_text('{"prompt": "x", "images": "cat.jpg"}')
+    with pytest.raises(ValueError, match=r"line 1.*images must be a list, got str"):
+        list(read_requests(file))
+
+
 def test_requests_file(capsys, smol, tmp_path):
     """A JSONL of requests: pictures relative to it; a bad request fails alone and shows in the exit code."""
     checkpoints.picture(1).save(tmp_path / "a.png")
