@@ -352,10 +352,13 @@ def _batch(arguments: argparse.Namespace) -> int:
     from mmprefill import job_report
     from mmprefill.config import MediaLimits, PrefillConfig
     from mmprefill.job import estimate_job, run_job
+    from mmprefill.job_files import find
+    from mmprefill.job_settings import JobSettings
 
     if arguments.out is None and not arguments.dry_run:
         raise ValueError("say where the output goes: --out DIR, or look first: --dry-run")
     settings = _batch_settings(arguments)
+    JobSettings(**settings), find(arguments.inputs)  # mistakes are told before a model is loaded
     hosts, roots = tuple(arguments.allow_host), tuple(arguments.image_root) or None
     config = PrefillConfig(media=MediaLimits(allow_urls=bool(hosts), allowed_hosts=hosts, allowed_roots=roots))
     with _open(arguments, config=config) as prefiller:

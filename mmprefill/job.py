@@ -24,9 +24,10 @@ from typing import Any
 
 from mmprefill.config import PrefillConfig
 from mmprefill.errors import MediaFetchError
-from mmprefill.job_input import Columns, Row, affinity, count, find, rows, with_remotes
+from mmprefill.job_files import count, find
 from mmprefill.job_output import ERROR_COLUMNS, Budget, Outcome, Output, Served, StopJob, encoded, is_fatal
 from mmprefill.job_report import Display, JobEstimate, JobReport, display
+from mmprefill.job_rows import Columns, Row, affinity, rows, with_remotes
 from mmprefill.job_settings import JobSettings
 from mmprefill.job_state import JobFolder, write_atomically
 from mmprefill.pipeline.kv_store import identity_of

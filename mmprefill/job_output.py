@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from mmprefill.errors import EngineClosedError
-from mmprefill.job_input import Row
+from mmprefill.job_rows import Row
 from mmprefill.job_settings import JobSettings, extra
 from mmprefill.job_state import part_name, write_atomically
 from mmprefill.prefiller import Prefiller

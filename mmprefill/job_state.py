@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mmprefill.errors import JobError
-from mmprefill.job_input import Row
+from mmprefill.job_rows import Row
 from mmprefill.job_settings import differences
 
 FORMAT = 1

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 import mmprefill
-from mmprefill import job, job_input, job_output
+from mmprefill import job, job_output, job_rows
 from mmprefill.cli import main
 from mmprefill.config import MediaLimits, PrefillConfig
-from mmprefill.errors import JobError, MediaFetchError, MMPrefillError
+from mmprefill.errors import EngineClosedError, JobError, MediaFetchError, MMPrefillError
 from mmprefill.fetch import Fetcher
 from mmprefill.job_settings import EMITS, JobSettings
 from mmprefill.metrics import Observer
@@ -470,6 +470,34 @@ def test_a_row_that_cannot_be_written_out_fails_alone(prefiller, data, tmp_path,
     assert (report.ok, report.failed, report.skipped) == (2, 0, 2)
 
 
+@pytest.mark.parametrize("error", [EngineClosedError("the engine died"), getattr(torch, "AcceleratorError", None)])
+def test_a_lost_device_ends_the_job(prefiller, data, tmp_path, monkeypatch, error):
+    """F2: what no further row would survive is no row's error: the job ends, and the rows are there to be done."""
+    if isinstance(error, type):
+        error = error("CUDA error: device lost")
+    source, prefill = write(data / "in.jsonl", simple(6)), prefiller.prefill_many
+    with monkeypatch.context() as patch:
+        lost = [error]
+        patch.setattr(prefiller, "prefill_many", lambda them: [lost.pop() if lost else each for each in prefill(them)])
+        with pytest.raises(type(error)):
+            mmprefill.run_job(source, tmp_path / "out", prefiller=prefiller, part_rows=2)
+    assert failures(tmp_path / "out") == []
+    assert mmprefill.run_job(source, tmp_path / "out", prefiller=prefiller).failed == 0
+    assert len(records(tmp_path / "out")) == 6
+
+
+def test_tables_with_bad_lines(prefiller, data, tmp_path):
+    """A line of a CSV with too many fields, too few, or bytes that are no text costs its row."""
+    (data / "in.csv").write_bytes(
+        b"prompt,image\nfine,p0.png\nx,p0.png,more\nx\n\xff\xfe,p0.png\n\xc3\xa9,\n[1].png,[1].png\n"
+    )
+    report = mmprefill.run_job(data / "in.csv", tmp_path / "out", prefiller=prefiller)
+    assert [each["index"] for each in records(tmp_path / "out")] == [0, 4]
+    assert [each["error"] for each in failures(tmp_path / "out")] == [*["RequestError"] * 3, "MediaError"]
+    assert "not UTF-8" in failures(tmp_path / "out")[2]["message"]
+    assert report.exit_code == 1
+
+
 # F4, F5, F6: resume.
 
 
@@ -588,7 +616,7 @@ def test_rows_in_flight_are_bounded(heard, data, tmp_path, monkeypatch):
     taken, ahead = [], []
 
     def reading(*args):
-        for row in job_input.rows(*args):
+        for row in job_rows.rows(*args):
             taken.append(row)
             ahead.append(len(taken) - len(heard.heard.asked))
             yield row
