@@ -1,7 +1,7 @@
 """The batch job: rows of a dataset in, tables and KV artefacts out, in their order, whatever happens on the way.
 
     rows --> parts of N rows --> groups that share pictures and prompts --> engine --> records and files
-             (input order)       (at most IN_FLIGHT at once)                           part by part, committed whole
+             (input order)       (so many at once)                                    part by part, committed whole
 
 Read and written here on the caller's thread, so nothing needs a lock; groups are prefilled, scored and saved on
 threads of their own, so that one is read, another prefilled and a third written at the same time.
@@ -15,28 +15,22 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from mmprefill.config import PrefillConfig
-from mmprefill.errors import MediaFetchError
 from mmprefill.job_files import count, find
-from mmprefill.job_output import ERROR_COLUMNS, Budget, Outcome, Output, Served, StopJob, encoded, is_fatal
+from mmprefill.job_output import ERROR_COLUMNS, Budget, Served, StopJob, encoded, write_table
 from mmprefill.job_report import Display, JobEstimate, JobReport, display
-from mmprefill.job_rows import Columns, Row, affinity, rows, with_remotes
+from mmprefill.job_rows import Columns, Row, affinity, rows
+from mmprefill.job_serve import IN_FLIGHT, Item, Server, Threads, Waiting, Workers, check_choices, describe
 from mmprefill.job_settings import JobSettings
 from mmprefill.job_state import JobFolder, write_atomically
-from mmprefill.pipeline.kv_store import identity_of
 from mmprefill.prefiller import Prefiller
-from mmprefill.results import Session
 from mmprefill.types import Request
 
-IN_FLIGHT = 3  # groups: one being read or written, two in the engine
-BACKOFF = 0.5  # seconds before the first retry, doubled for each further one
 STATE = 4096  # bytes of a part's state, without its files and errors
 SAMPLE = 16  # rows of a dry run
 
@@ -69,10 +63,12 @@ def run_job(
     """
     chosen, sources = JobSettings(**settings), find(inputs)
     with engine(model, prefiller, config) as ours, display(wanted=progress) as shown:
-        _check_choices(ours.session, chosen)
+        check_choices(ours.session, chosen)
         about = {"inputs": [each.path for each in sources], **describe(ours.session, chosen)}
         with closing(JobFolder(_folder(Path(out), chosen), about)) as folder:
-            return _Job(ours, folder, chosen, shown, count(sources, chosen)).run(rows(sources, chosen))
+            job = _Job(folder, chosen, shown, count(sources, chosen))
+            server = Server(ours, folder.path, chosen, job.budget)
+            return job.run(rows(sources, chosen), Threads(server))
 
 
 def estimate_job(
@@ -86,11 +82,12 @@ def estimate_job(
     """Read all rows and run a few, taken evenly by chance; writes to a temporary folder only. See `run_job`."""
     chosen, sources = JobSettings(**settings), find(inputs)
     with engine(model, prefiller, config) as ours, tempfile.TemporaryDirectory() as scratch:
-        _check_choices(ours.session, chosen)
+        check_choices(ours.session, chosen)
         total, picked = _sample(rows(sources, chosen))
         with closing(JobFolder(Path(scratch) / "job", describe(ours.session, chosen))) as folder:
             trial = replace(chosen, disk_budget=None, max_errors=None, window=SAMPLE)
-            report = _Job(ours, folder, trial, Display(), None).run(picked)
+            job = _Job(folder, trial, Display(), None)
+            report = job.run(picked, Threads(Server(ours, folder.path, trial, job.budget)))
     scale = total / max(1, len(picked))
     tokens, nbytes = round(report.tokens * scale), round(report.nbytes * scale)
     return JobEstimate(total, report, tokens, nbytes, report.seconds * scale)
@@ -118,33 +115,8 @@ def engine(model: str | Path | None, prefiller: Prefiller | None, config: Prefil
         yield own
 
 
-def describe(session: Session, settings: JobSettings) -> dict[str, Any]:
-    """How the output is made, for its manifest and for whoever goes on with it."""
-    identity, source = identity_of(session), session.bundle.source
-    parts = ("model_type", "dtype", "weights", "config", "processor")
-    return {
-        "model": {name: getattr(identity, name) for name in parts},
-        "settings": settings.meaning,
-        "source": Path(source).name if Path(source).exists() else source,
-        "versions": {name: _version(name) for name in ("mmprefill", "torch", "transformers")},
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # a source checkout that was never installed
-        return "unknown"
-
-
 def _folder(out: Path, settings: JobSettings) -> Path:
     return out / f"shard-{settings.shard[0]}-of-{settings.shard[1]}" if settings.shard else out
-
-
-def _check_choices(session: Session, settings: JobSettings) -> None:
-    for choice in settings.choices:
-        if not session.tokenizer(choice, add_special_tokens=False).input_ids:
-            raise ValueError(f"a choice needs at least one token, got {choice!r}")
 
 
 @dataclass
@@ -157,39 +129,28 @@ class _Part:
     served: list[Served] = field(default_factory=list)
 
 
-Item = tuple[Row, Request | BaseException]
-
-
 class _Job:
     """One run of a job over rows."""
 
-    def __init__(
-        self, prefiller: Prefiller, folder: JobFolder, settings: JobSettings, shown: Display, total: int | None
-    ) -> None:
-        self._prefiller, self._folder, self._settings = prefiller, folder, settings
-        self._shown, self._total = shown, total
+    def __init__(self, folder: JobFolder, settings: JobSettings, shown: Display, total: int | None) -> None:
+        self._folder, self._settings, self._shown, self._total = folder, settings, shown, total
         budget = settings.disk_budget
-        self._budget = Budget(None if budget is None else max(0, budget - folder.nbytes))
-        self._output = Output(prefiller, folder.path, settings, self._budget)
+        self.budget = Budget(None if budget is None else max(0, budget - folder.nbytes))
         self._columns = Columns(settings)
-        self._flying: deque[tuple[_Part, Future[Served]]] = deque()
+        self._flying: deque[tuple[_Part, Waiting]] = deque()
         self._report = JobReport(folder.path, failed_before=sum(commit.failed for commit in folder.commits))
 
-    def run(self, every: Iterable[Row]) -> JobReport:
+    def run(self, every: Iterable[Row], workers: Workers) -> JobReport:
         """Serve every row that is not done yet."""
         started = time.perf_counter()
         try:
             self._check_errors()
-            with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="mmprefill-job") as workers:
-                try:
-                    for part in self._pending(every):
-                        for number, group in enumerate(self._groups(part)):
-                            self._land(IN_FLIGHT - 1)
-                            self._flying.append((part, workers.submit(self._serve, part.start, number, group)))
-                    self._land(0)
-                except BaseException:
-                    workers.shutdown(wait=True, cancel_futures=True)
-                    raise
+            with workers:
+                for part in self._pending(every):
+                    for number, group in enumerate(self._groups(part)):
+                        self._land(workers.capacity - 1)
+                        self._flying.append((part, workers.submit(part.start, number, group)))
+                self._land(0)
         except StopJob as stop:
             self._report.stopped = str(stop)
         finally:
@@ -232,38 +193,6 @@ class _Job:
         except ValueError as error:  # RequestError, or what `Request` itself says
             return row, error
 
-    def _serve(self, start: int, number: int, group: Seq[Item]) -> Served:
-        """One group from requests to files; runs on a worker's thread."""
-        given = [row for row, _ in group]
-        return self._output.serve(start, number, given, self._prefill([each for _, each in group]))
-
-    def _prefill(self, requests: Seq[Request | BaseException]) -> list[Outcome]:
-        """An outcome for each; what failed for want of the network is tried again."""
-        outcomes = self._attempt(requests)
-        for attempt in range(self._settings.retries):
-            again = [i for i, each in enumerate(outcomes) if isinstance(each, MediaFetchError)]
-            if not again:
-                break
-            time.sleep(BACKOFF * 2**attempt)
-            for i, outcome in zip(again, self._attempt([requests[i] for i in again]), strict=True):
-                outcomes[i] = outcome
-        return outcomes
-
-    def _attempt(self, requests: Seq[Request | BaseException]) -> list[Outcome]:
-        ready = [self._fetched(each) if isinstance(each, Request) else each for each in requests]
-        outcomes = iter(self._prefiller.prefill_many([each for each in ready if isinstance(each, Request)]))
-        found: list[Outcome] = [next(outcomes) if isinstance(each, Request) else each for each in ready]
-        lost = next((each for each in found if isinstance(each, BaseException) and _is_lost(each)), None)
-        if lost is not None:
-            raise lost
-        return found
-
-    def _fetched(self, request: Request) -> Request | BaseException:
-        try:
-            return with_remotes(request, self._prefiller.intake.config.media.max_bytes)
-        except Exception as error:  # whatever the storage raises fails this row alone
-            return error
-
     def _land(self, most: int) -> None:
         """Wait until at most so many groups are in flight; commit the parts that are complete."""
         while len(self._flying) > most:
@@ -280,8 +209,8 @@ class _Job:
         records = sorted((each for s in part.served for each in s.records), key=lambda each: int(each["index"]))
         errors = sorted((each for s in part.served for each in s.errors), key=lambda each: int(each["index"]))
         files = [file for s in part.served for file in s.files]
-        self._budget.take(STATE + 2 * len(repr(errors)) + 256 * len(files))  # of the part's state and the error table
-        table = self._output.write_table(part.start, records)
+        self.budget.take(STATE + 2 * len(repr(errors)) + 256 * len(files))  # of the part's state and the error table
+        table = write_table(self._folder.path, part.start, records, self._settings, self.budget)
         self._folder.commit(part.start, part.rows, [table, *files], errors)
         part.rows, part.served = [], []
         self._check_errors()
@@ -302,7 +231,3 @@ class _Job:
 
 def _order(item: Item) -> tuple[str, str]:
     return affinity(item[1]) if isinstance(item[1], Request) else ("", "")
-
-
-def _is_lost(error: BaseException) -> bool:
-    return is_fatal(error) and not isinstance(error, OSError)

@@ -178,13 +178,14 @@ class Output:
     def _name(self, path: Path) -> str:
         return path.relative_to(self._folder).as_posix()
 
-    def write_table(self, start: int, records: Seq[Record]) -> Path:
-        """The table of a part."""
-        path = self._folder / "rows" / f"{part_name(start)}.{self._settings.format}"
-        data = encoded(records, columns(self._settings), self._settings.format)
-        self._budget.take(len(data))
-        write_atomically(path, data)
-        return path
+
+def write_table(folder: Path, start: int, records: Seq[Record], settings: JobSettings, budget: Budget) -> Path:
+    """The table of a part."""
+    path = folder / "rows" / f"{part_name(start)}.{settings.format}"
+    data = encoded(records, columns(settings), settings.format)
+    budget.take(len(data))
+    write_atomically(path, data)
+    return path
 
 
 def columns(settings: JobSettings) -> dict[str, str]:

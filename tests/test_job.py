@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import mmprefill
-from mmprefill import job, job_output, job_rows
+from mmprefill import job, job_output, job_rows, job_serve
 from mmprefill.cli import main
 from mmprefill.config import MediaLimits, PrefillConfig
 from mmprefill.errors import EngineClosedError, JobError, MediaFetchError, MMPrefillError
@@ -439,7 +439,7 @@ def test_fetches_are_tried_again(prefiller, data, tmp_path, monkeypatch):
         return png(data)
 
     monkeypatch.setattr(Fetcher, "fetch", fetch)
-    monkeypatch.setattr(job, "BACKOFF", 0.0)
+    monkeypatch.setattr(job_serve, "BACKOFF", 0.0)
     rows = [{"prompt": "x", "images": [f"https://pictures.example/{name}"]} for name in ("slow.png", "never.png")]
     report = mmprefill.run_job(write(data / "in.jsonl", rows), tmp_path / "out", prefiller=prefiller, retries=2)
     assert (report.ok, report.failed) == (1, 1)
