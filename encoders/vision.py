@@ -116,10 +116,10 @@ def encode(family: Family, batch: Seq[MediaInputs]) -> list[Any]:
             raise
         medium = batch[0].medium
         raise MediaError(f"request {batch[0].request!r}: the {medium} tower refused its {medium}s: {error}") from error
-    if len(batch) == 1:
-        return [output]
     parts = split(output, [item.rows for item in batch])
-    return parts if parts is not None else [encode(family, [item])[0] for item in batch]
+    if parts is None:
+        return [output] if len(batch) == 1 else [encode(family, [item])[0] for item in batch]
+    return parts
 
 
 def _placed(family: Family, tensor: Tensor) -> Tensor:
@@ -128,7 +128,10 @@ def _placed(family: Family, tensor: Tensor) -> Tensor:
 
 
 def split(output: Any, rows: Seq[int]) -> list[Any] | None:
-    """A feature output of several requests, cut after the given numbers of rows; None if it has parts we cannot cut."""
+    """A feature output of several requests, cut after the given numbers of rows; None if it has parts we cannot cut.
+
+    Each part has memory of its own (one that is kept does not keep the others), and only what composite models read.
+    """
     fields = {name: value for name, value in output.items() if value is not None}
     pooled = fields.get("pooler_output")
     if pooled is None or not set(fields) <= _SPLITTABLE:
@@ -142,11 +145,17 @@ def split(output: Any, rows: Seq[int]) -> list[Any] | None:
         part = copy.copy(output)
         for name in fields:
             part[name] = None
-        part["pooler_output"] = pooled[start:stop]
+        part["pooler_output"] = _own(pooled[start:stop])
         if deep is not None:
-            part["deepstack_features"] = [level[start:stop] for level in deep]
+            part["deepstack_features"] = [_own(level[start:stop]) for level in deep]
         parts.append(part)
     return parts
+
+
+def _own(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value if value.untyped_storage().nbytes() == value.numel() * value.element_size() else value.clone()
+    return type(value)(_own(each) for each in value)
 
 
 def _cuts(pooled: Any, rows: Seq[int]) -> list[tuple[int, int]] | None:

@@ -130,8 +130,9 @@ class PrefillResult:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys, values and other state held."""
-        return sum(t.numel() * t.element_size() for layer in self.cache.layers for t in _layer_tensors(layer))
+        """Bytes of keys, values and other state in the cache that this result hands out."""
+        cache = decode.fresh_cache(self.session.family, self.emitted) if self.route == "packed" else self.emitted
+        return sum(t.numel() * t.element_size() for layer in cache.layers for t in _layer_tensors(layer))
 
     def top_tokens(self, k: int = 5) -> list[Token]:
         """The k most probable next tokens, most probable first."""

@@ -201,6 +201,37 @@ def test_stores_stay_within_their_bytes():
         assert prefiller.prefill(f"0 {LONG}", images=[checkpoints.picture(0)]).reuse.tokens < BLOCK * 2
 
 
+@pytest.mark.parametrize("family", ["smolvlm", "qwen2_5_vl", "qwen3_vl", "llava_next"])
+def test_kept_outputs_hold_what_they_count(family):
+    """A kept encoder output keeps neither those of the pictures encoded with it nor the tower's insides."""
+    with open_prefiller(family) as prefiller:
+        prefiller.prefill("all", images=[checkpoints.picture(i) for i in range(3)])
+        cache = prefiller._engine._stores.encoder
+        held = {t.data_ptr(): t.untyped_storage() for each in cache._kept.values() for t in tensors(each.value)}
+        assert sum(storage.nbytes() for storage in held.values()) == cache.nbytes
+        assert {name for each in cache._kept.values() for name, value in each.value.items() if value is not None} <= {
+            "pooler_output",
+            "deepstack_features",
+        }
+
+
+def tensors(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    children = value.values() if hasattr(value, "values") else value
+    return [tensor for child in children if child is not None for tensor in tensors(child)]
+
+
+def test_counting_bytes_copies_nothing(smol):
+    """`kv_bytes` says what the cache has, before and after the user's own copy of it grows."""
+    result = smol.prefill(LONG)
+    before = result.kv_bytes
+    assert "cache" not in vars(result)
+    keys, values = result.cache.layers[0].keys, result.cache.layers[0].values
+    result.cache.update(keys, values, 0)
+    assert result.kv_bytes == before == result.emitted.nbytes
+
+
 def test_a_cancelled_owner_leaves_followers_whole(smol):
     """When the request whose prefix others wait for is cancelled, they finish by themselves, exactly."""
     engine = smol._engine
