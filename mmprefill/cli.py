@@ -188,6 +188,8 @@ def _add_batch(commands: Any) -> None:
     parser.add_argument("--allow-host", action="append", default=[], metavar="HOST", help="fetch pictures from there")
     parser.add_argument("--image-root", action="append", default=[], type=Path, metavar="DIR",
                         help="read pictures from there only")  # fmt: skip
+    parser.add_argument("--engine", default="local", choices=["local", "ray"], help="ray: on actors (default local)")
+    parser.add_argument("--actors", type=int, default=1, metavar="N", help="of --engine ray, each with a model")
     parser.add_argument(
         "--dry-run", action="store_true", help="run a few rows only; show tokens, bytes and time of all"
     )
@@ -361,6 +363,14 @@ def _batch(arguments: argparse.Namespace) -> int:
     JobSettings(**settings), find(arguments.inputs)  # mistakes are told before a model is loaded
     hosts, roots = tuple(arguments.allow_host), tuple(arguments.image_root) or None
     config = PrefillConfig(media=MediaLimits(allow_urls=bool(hosts), allowed_hosts=hosts, allowed_roots=roots))
+    if arguments.engine == "ray" and not arguments.dry_run:
+        options = {name: getattr(arguments, name) for name in ("device", "dtype", "revision", "token")}
+        report = run_job(
+            arguments.inputs, arguments.out, model=arguments.model, config=config, engine="ray", options=options,
+            actors=arguments.actors, progress=not arguments.json, **settings,
+        )  # fmt: skip
+        job_report.show_report(report, arguments.json)
+        return report.exit_code
     with _open(arguments, config=config) as prefiller:
         if arguments.dry_run:
             job_report.show_estimate(estimate_job(arguments.inputs, prefiller=prefiller, **settings), arguments.json)

@@ -13,7 +13,7 @@ import random
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mmprefill.config import PrefillConfig
-from mmprefill.job_files import count, find
+from mmprefill.job_files import Input, count, find
 from mmprefill.job_output import ERROR_COLUMNS, Budget, Served, StopJob, encoded, write_table
 from mmprefill.job_report import Display, JobEstimate, JobReport, display
 from mmprefill.job_rows import Columns, Row, affinity, rows
@@ -42,6 +42,9 @@ def run_job(
     model: str | Path | None = None,
     prefiller: Prefiller | None = None,
     config: PrefillConfig | None = None,
+    engine: str = "local",
+    actors: int = 1,
+    options: Mapping[str, Any] | None = None,
     progress: bool = False,
     **settings: Any,
 ) -> JobReport:
@@ -53,6 +56,9 @@ def run_job(
         model: folder or hub id; default: the bundled model.
         prefiller: an engine to use, instead of `model` and `config`.
         config: the engine's settings.
+        engine: "local", or "ray": the same on Ray actors (extra `ray`), which have to see `out` and the pictures.
+        actors: how many of those, each with a model of its own.
+        options: further arguments of `Prefiller.from_pretrained`, such as `{"dtype": "bf16"}`.
         progress: show how it goes on standard error.
         settings: fields of `mmprefill.job_settings.JobSettings`, such as `emit=("topk", "kv")`.
 
@@ -62,13 +68,38 @@ def run_job(
         OSError: if the input cannot be read or the output not be written; what is done stays.
     """
     chosen, sources = JobSettings(**settings), find(inputs)
-    with engine(model, prefiller, config) as ours, display(wanted=progress) as shown:
+    if engine not in ("local", "ray"):
+        raise ValueError(f"engine must be 'local' or 'ray', got {engine!r}")
+    if engine == "ray":
+        if prefiller is not None:
+            raise ValueError("the engine 'ray' loads its models itself: give a model, not a prefiller")
+        return _run_on_ray(sources, Path(out), chosen, progress, (actors, model, config, options or {}, chosen))
+    with _opened(model, prefiller, config, options or {}) as ours, display(wanted=progress) as shown:
         check_choices(ours.session, chosen)
-        about = {"inputs": [each.path for each in sources], **describe(ours.session, chosen)}
-        with closing(JobFolder(_folder(Path(out), chosen), about)) as folder:
+        with closing(_begun(Path(out), sources, describe(ours.session, chosen), chosen)) as folder:
             job = _Job(folder, chosen, shown, count(sources, chosen))
             server = Server(ours, folder.path, chosen, job.budget)
             return job.run(rows(sources, chosen), Threads(server))
+
+
+def _run_on_ray(
+    sources: Seq[Input], out: Path, chosen: JobSettings, progress: bool, what: tuple[Any, ...]
+) -> JobReport:
+    from mmprefill.ray_job import RayWorkers
+
+    with (
+        closing(RayWorkers(*what)) as workers,
+        display(wanted=progress) as shown,
+        closing(_begun(out, sources, workers.describe(), chosen)) as folder,
+    ):
+        workers.open(folder.path)
+        return _Job(folder, chosen, shown, count(sources, chosen)).run(rows(sources, chosen), workers)
+
+
+def _begun(out: Path, sources: Seq[Input], about: Mapping[str, Any], settings: JobSettings) -> JobFolder:
+    """The output folder; with a shard, one of its own in it."""
+    path = out / f"shard-{settings.shard[0]}-of-{settings.shard[1]}" if settings.shard else out
+    return JobFolder(path, {"inputs": [each.path for each in sources], **about})
 
 
 def estimate_job(
@@ -81,7 +112,7 @@ def estimate_job(
 ) -> JobEstimate:
     """Read all rows and run a few, taken evenly by chance; writes to a temporary folder only. See `run_job`."""
     chosen, sources = JobSettings(**settings), find(inputs)
-    with engine(model, prefiller, config) as ours, tempfile.TemporaryDirectory() as scratch:
+    with _opened(model, prefiller, config, {}) as ours, tempfile.TemporaryDirectory() as scratch:
         check_choices(ours.session, chosen)
         total, picked = _sample(rows(sources, chosen))
         with closing(JobFolder(Path(scratch) / "job", describe(ours.session, chosen))) as folder:
@@ -104,19 +135,17 @@ def _sample(every: Iterable[Row]) -> tuple[int, list[Row]]:
 
 
 @contextmanager
-def engine(model: str | Path | None, prefiller: Prefiller | None, config: PrefillConfig | None) -> Iterator[Prefiller]:
+def _opened(
+    model: str | Path | None, prefiller: Prefiller | None, config: PrefillConfig | None, options: Mapping[str, Any]
+) -> Iterator[Prefiller]:
     """The caller's engine, left open, or one of our own."""
     if prefiller is not None:
-        if model is not None or config is not None:
+        if model is not None or config is not None or options:
             raise ValueError("an engine that is given has its model and config; give either")
         yield prefiller
         return
-    with Prefiller.from_pretrained(model, config=config) as own:
+    with Prefiller.from_pretrained(model, config=config, **options) as own:
         yield own
-
-
-def _folder(out: Path, settings: JobSettings) -> Path:
-    return out / f"shard-{settings.shard[0]}-of-{settings.shard[1]}" if settings.shard else out
 
 
 @dataclass

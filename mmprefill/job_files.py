@@ -35,9 +35,10 @@ class Input:
     @property
     def base(self) -> str:
         """Where relative picture paths start."""
-        if self.kind in ("folder", "dataset"):
-            return self.path
-        return posixpath.dirname(self.path) if is_remote(self.path) else str(Path(self.path).parent)
+        if is_remote(self.path):
+            return posixpath.dirname(self.path)
+        path = Path(self.path).absolute()
+        return str(path if self.kind in ("folder", "dataset") else path.parent)
 
 
 def is_remote(path: str) -> bool:

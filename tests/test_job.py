@@ -11,6 +11,7 @@ from pathlib import Path
 import checkpoints
 import pytest
 import torch
+from job_checks import NEAR, failures, files, records, same, same_cache, simple, write
 from safetensors.torch import load_file
 
 import mmprefill
@@ -24,8 +25,6 @@ from mmprefill.metrics import Observer
 from mmprefill.models import load
 from mmprefill.pipeline.kv_store import load as load_kv
 from mmprefill.prefiller import Prefiller
-
-NEAR = {"rtol": 1e-4, "atol": 1e-4}
 
 
 class Heard(Observer):
@@ -79,32 +78,6 @@ def data(tmp_path):
     return folder
 
 
-def simple(count):
-    return [{"id": f"r{i}", "prompt": f"what is {i % 3}", "images": [f"p{i % 4}.png"]} for i in range(count)]
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def records(out):
-    """The whole table, by whatever format."""
-    found = []
-    for file in sorted((out / "rows").iterdir()):
-        if file.suffix == ".parquet":
-            import pyarrow.parquet
-
-            found += pyarrow.parquet.read_table(file).to_pylist()
-        else:
-            found += [json.loads(line) for line in file.read_text().splitlines()]
-    return found
-
-
-def failures(out):
-    return [json.loads(line) for line in (out / "errors.jsonl").read_text().splitlines()]
-
-
 def expected(prefiller, data, row, **fields):
     images = [data / name for name in row.get("images", ())]
     return prefiller.prefill(row["prompt"], images=images, reuse=False, **fields)
@@ -143,12 +116,6 @@ def test_every_form_equals_prefiller(prefiller, data, tmp_path, form):
         for layer in (0, -1):
             torch.testing.assert_close(tensors[f"{each['index']}.hidden.{layer}"], plain.hidden_states[layer], **NEAR)
         same_cache(load_kv(tmp_path / "out" / each["kv"]).cache(), plain.cache)
-
-
-def same_cache(mine, theirs):
-    for a, b in zip(mine.layers, theirs.layers, strict=True):
-        torch.testing.assert_close(a.keys, b.keys, **NEAR)
-        torch.testing.assert_close(a.values, b.values, **NEAR)
 
 
 def test_embeddings_per_token(prefiller, data, tmp_path):
@@ -533,15 +500,6 @@ def test_torn_files_are_repaired(heard, data, tmp_path):
     assert (tmp_path / "out" / before[7]["kv"]).exists()
 
 
-def same(mine, theirs):
-    assert len(mine) == len(theirs)
-    for a, b in zip(mine, theirs, strict=True):
-        assert a.keys() == b.keys()
-        for name in a:
-            assert a[name] == (pytest.approx(b[name], abs=1e-4) if name == "top_logprobs" else b[name])
-    return True
-
-
 def test_changed_settings_are_refused(prefiller, bundle, data, tmp_path):
     """F5: another prompt, output, model or input is refused, saying what changed; nothing is touched."""
     source = write(data / "in.jsonl", simple(4))
@@ -602,10 +560,6 @@ def test_killed_at_any_instant(data, tmp_path):
         for each in records(clean):
             same_cache(load_kv(killed / each["kv"]).cache(), load_kv(clean / each["kv"]).cache())
             torch.testing.assert_close(load_file(killed / each["tensors"]), load_file(clean / each["tensors"]), **NEAR)
-
-
-def files(folder):
-    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
 
 # Bounds.
