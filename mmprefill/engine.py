@@ -25,7 +25,7 @@ from asyncio_throttle.throttler import Throttler
 from torch import Tensor
 
 from mmprefill.config import PrefillConfig
-from mmprefill.encoders import families
+from mmprefill.encoders import families, tower_attention
 from mmprefill.encoders.items import join
 from mmprefill.encoders.text import Intake
 from mmprefill.errors import DeadlineError, EngineClosedError, RequestError
@@ -73,6 +73,7 @@ class AsyncPrefiller:
         self.family = families.describe(bundle.model)
         self._lanes = Lanes.on(self.family.device)
         route = self._lanes.prefill.call(choose_route, self.family)
+        tower_attention.install(self.family.base, self.family.decoder)
         self.session = Session(bundle, self.family, route, self._lanes.prefill)
         self.intake = Intake(bundle.processor, self.family.placeholders, self.config, bundle.context)
         self._host = ThreadPoolExecutor(

@@ -1,0 +1,55 @@
+"""The tower's tiled attention equals exact attention, and leaves everything it is not made for to transformers."""
+
+import checkpoints
+import pytest
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from mmprefill import Prefiller
+from mmprefill.encoders import tower_attention
+
+
+class Full(torch.nn.Module):
+    is_causal = False
+
+
+def heads(batch, count, rows, width, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, count, rows, width, generator=generator).bfloat16() for _ in range(3)]
+
+
+@pytest.mark.parametrize(("count", "rows", "width"), [(12, 1024, 64), (8, 1100, 80), (5, 1030, 72)])
+def test_tiles_are_as_close_to_exact_as_bf16_allows(count, rows, width):
+    """Against double precision the tiles err by no more than transformers' eager attention does, give or take a tenth."""
+    query, key, value = heads(2, count, rows, width)
+    scores = query.double() @ key.double().transpose(-1, -2) * width**-0.5
+    exact = (scores.softmax(-1) @ value.double()).transpose(1, 2)
+    eager = (query @ key.transpose(-1, -2) * width**-0.5).softmax(-1, dtype=torch.float32).bfloat16() @ value
+    ours, _ = tower_attention.tower_attention(Full(), query, key, value, None, scaling=width**-0.5)
+
+    def rms(out):
+        return float((out.double() - exact).square().mean().sqrt())
+
+    assert ours.shape == exact.shape
+    assert rms(ours) <= 1.1 * rms(eager.transpose(1, 2))
+
+
+@pytest.mark.parametrize("why", ["mask", "causal", "short", "fp32"])
+def test_the_rest_goes_to_transformers(why):
+    """Masks, causal towers, short rows and other dtypes get transformers' own result, bit for bit."""
+    query, key, value = heads(1, 4, 40 if why == "short" else 1024, 16)
+    if why == "fp32":
+        query, key, value = query.float(), key.float(), value.float()
+    mask = torch.ones(1, 1, 1024, 1024, dtype=torch.bool).tril() if why == "mask" else None
+    arguments = {"scaling": 0.25, "is_causal": why == "causal"}
+    ours, _ = tower_attention.tower_attention(Full(), query, key, value, mask, **arguments)
+    theirs, _ = sdpa_attention_forward(Full(), query, key, value, mask, **arguments)
+    assert torch.equal(ours, theirs)
+
+
+def test_only_towers_get_it():
+    """The decoder keeps the packed attention; the tower has the tiles."""
+    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached("smolvlm")) as prefiller:
+        family = prefiller.session.family
+        assert family.decoder.config._attn_implementation == "mmprefill_sdpa"
+        assert family.base.vision_model.config._attn_implementation == tower_attention.NAME
