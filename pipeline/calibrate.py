@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import platform
 import tempfile
@@ -48,7 +49,7 @@ class Bench:
 
 
 def costs_of(bench: Bench, *, budget: float = 12.0, fresh: bool = False) -> Costs:
-    """The costs on this machine: from the cache, else measured and stored.
+    """The costs on this machine: from the cache, else measured, and stored unless the machine was busy.
 
     Args:
         bench: what to measure; on the thread of its lane.
@@ -59,9 +60,18 @@ def costs_of(bench: Bench, *, budget: float = 12.0, fresh: bool = False) -> Cost
     path = cache_path(key)
     found = None if fresh else read(path, key)
     if found is None:
+        crowded = busy(bench.family.device)
         found = measure(bench, budget)
-        write(path, key, found)
+        if not crowded:
+            write(path, key, found)
     return found
+
+
+def busy(device: torch.device) -> bool:
+    """Whether others keep the processors busy, so that what is measured now is not worth keeping."""
+    if device.type == "cuda" or not hasattr(os, "getloadavg"):
+        return False
+    return os.getloadavg()[0] > 0.75 * (os.cpu_count() or 1)
 
 
 def kept(family: Family) -> Costs | None:
@@ -153,10 +163,10 @@ def _intake(bench: Bench, request: Request) -> float:
 
 
 def _steps(bench: Bench, budget: float) -> Iterator[tuple[int, float]]:
-    """Seconds of steps of growing size while the next one fits in what is left of the budget; two at least."""
+    """Seconds of steps of growing size while the next one fits in what is left of the budget; three at least."""
     ends, last = time.perf_counter() + budget, 0.0
     for count, size in enumerate(SIZES):
-        if size > max(bench.intake.context, SIZES[1]) or (count >= 2 and time.perf_counter() + 6 * last > ends):
+        if size > max(bench.intake.context, SIZES[1]) or (count >= 3 and time.perf_counter() + 6 * last > ends):
             return
         last = _seconds(step_of(bench, [min(PIECE, size)] * max(1, size // PIECE)))
         yield size, last
@@ -253,16 +263,17 @@ def _words(count: int) -> str:
     return "word " * count
 
 
-def _seconds(run: Callable[[], Any], rounds: int = 3) -> float:
-    """The median of a few runs after a warm-up, or the one after it where a run takes long."""
-    found: list[float] = []
-    for _ in range(rounds + 1):
+def _seconds(run: Callable[[], Any], rounds: int = 5, enough: float = 0.6) -> float:
+    """The fastest of a few runs after a warm-up, or of as many as fit in `enough` seconds: others' work only adds."""
+    run()
+    best, spent = math.inf, 0.0
+    for _ in range(rounds):
         started = time.perf_counter()
         run()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - started)
-        if len(found) > 1 and found[-1] > 0.5:
+        seconds = time.perf_counter() - started
+        best, spent = min(best, seconds), spent + seconds
+        if spent > enough:
             break
-    timed = sorted(found[1:])
-    return timed[len(timed) // 2]
+    return best

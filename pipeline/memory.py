@@ -17,6 +17,7 @@ from mmprefill.pipeline.footprint import Footprint
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 SHARE = 0.25  # of what the weights leave, for the transients of a step, and as much for those of a tower call
+LEAST = 256  # tokens or patches that speed alone never goes below: a busy machine measures strange curves
 SPEED = 0.9  # of the best measured rate, at which a larger budget is no longer worth its latency
 
 
@@ -128,7 +129,7 @@ def choose(needs: Footprint, costs: Costs, memory: int, tokens: int | None = Non
 def _size(curve: Curve, unit: int, free: int, names: tuple[str, str]) -> tuple[int, str]:
     """The size that is fast enough, or what memory allows, with the reason."""
     what, units = names
-    fast = max(int(curve.efficient(SPEED, curve.points[-1][0])), 1)
+    fast = max(int(curve.efficient(SPEED, curve.points[-1][0])), LEAST)
     room = max(int(free * SHARE) // unit, 1) if unit else fast
     if room < fast:
         why = f"at {human(unit)} each they fill a quarter of what the weights leave"

@@ -66,6 +66,7 @@ def test_calibration_is_quick_and_complete(family):
 def test_costs_are_measured_once(monkeypatch):
     """The second call reads what the first one stored; another thread count, a damaged file or `fresh` measure again."""
     measured = []
+    monkeypatch.setattr(calibrate, "busy", lambda device: False)
     monkeypatch.setattr(calibrate, "measure", lambda *_: measured.append(1) or COSTS)
     with opened("smolvlm") as prefiller:
         bench = bench_of(prefiller)
@@ -85,6 +86,21 @@ def test_costs_are_measured_once(monkeypatch):
         calibrate.costs_of(bench, fresh=True)
         assert len(measured) == 7
         assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_what_a_busy_machine_measures_is_not_kept(monkeypatch):
+    monkeypatch.setattr(calibrate, "measure", lambda *_: COSTS)
+    monkeypatch.setattr(calibrate, "busy", lambda device: True)
+    with opened("smolvlm") as prefiller:
+        assert calibrate.costs_of(bench_of(prefiller)) == COSTS
+        assert not calibrate.cache_path(calibrate.key_of(prefiller.session.family)).exists()
+
+
+def test_a_strange_curve_does_not_make_tiny_steps():
+    """Measured beside others' work, 16 tokens may seem as fast as any: speed alone never asks for fewer than 256."""
+    slow = Costs(Curve(((16, 0.1), (64, 7.0))), Curve(((100, 1.0), (200, 9.0))))
+    budgets = memory.choose(Footprint(10**6, (LayerBytes(1000),), 1000, 100), slow, 10**9)
+    assert budgets.step_tokens == budgets.vision_patches == 256
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
