@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -643,6 +644,15 @@ def test_dry_run(data, tmp_path, capsys):
     assert told["seconds"] > 0
     assert told["nbytes"] > 40 * 10_000
     assert not (tmp_path / "out").exists()
+
+
+def test_the_sample(tmp_path, capsys):
+    """`samples/batch_job.py` runs, and finds its rows again beside the questions."""
+    sample = runpy.run_path(str(Path(__file__).parent.parent / "samples" / "batch_job.py"))
+    with checkpoints.quiet():
+        code = sample["main"]([str(tmp_path / "out"), "--limit", "3", "--model", str(checkpoints.cached("smolvlm"))])
+    assert code == 0
+    assert "of 3 answers are right" in capsys.readouterr().out
 
 
 def test_progress(capsys):
