@@ -71,7 +71,7 @@ class AsyncPrefiller:
         self.bundle, self.config = bundle, config or PrefillConfig()
         self._trace, self._observer = trace, guarded(observer)
         self.family = families.describe(bundle.model)
-        self._lanes = Lanes.on(self.family.device)
+        self._lanes = Lanes.on(self.family.device, bundle.lock)
         route = self._lanes.prefill.call(choose_route, self.family)
         tower_attention.install(self.family.base, self.family.decoder)
         self.session = Session(bundle, self.family, route, self._lanes.prefill)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,14 @@ class ModelBundle:
         processor: the checkpoint's own processor.
         source: the folder or hub id that it came from.
         revision: the hub revision asked for, if any.
+        lock: held by whoever runs the decoder: engines that share a bundle take turns.
     """
 
     model: Any
     processor: Any
     source: str
     revision: str | None = None
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     @property
     def context(self) -> int:

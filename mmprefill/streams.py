@@ -16,6 +16,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -60,10 +61,17 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Lane:
-    """Runs functions one after another on its own thread, without gradients, on its own stream."""
+    """Runs functions one after another on its own thread, without gradients, on its own stream.
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    Args:
+        name: of its thread.
+        device: where it runs.
+        lock: held during each call, where lanes of other engines use the same module.
+    """
+
+    def __init__(self, name: str, device: torch.device, lock: AbstractContextManager[Any] | None = None) -> None:
         self.name, self.device = name, device
+        self._lock = lock or nullcontext()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"mmprefill-{name}")
         self._thread: int | None = None
@@ -98,7 +106,7 @@ class Lane:
 
     def _run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Encoded[T]:
         self._thread = threading.get_ident()
-        with torch.no_grad(), torch.cuda.stream(self._stream):
+        with self._lock, torch.no_grad(), torch.cuda.stream(self._stream):
             value = function(*args, **kwargs)
             if self._stream is None:
                 return Encoded(value)
@@ -116,13 +124,13 @@ class Lanes:
     prefill: Lane
 
     @classmethod
-    def on(cls, device: torch.device) -> Lanes:
-        """One lane per stage on CUDA, one shared lane elsewhere."""
+    def on(cls, device: torch.device, lock: AbstractContextManager[Any] | None = None) -> Lanes:
+        """One lane per stage on CUDA, one shared lane elsewhere; the lane of the decoder holds `lock` while it runs."""
         if device.type != "cuda":
-            lane = Lane("compute", device)
+            lane = Lane("compute", device, lock)
             return cls(lane, lane, lane)
         # Text, merge and decoder put stubs on the same module while they record: they share a thread, and so a stream.
-        prefill = Lane("prefill", device)
+        prefill = Lane("prefill", device, lock)
         return cls(Lane("vision", device), prefill, prefill)
 
     def close(self) -> None:

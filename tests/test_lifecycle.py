@@ -215,6 +215,21 @@ def test_a_call_that_closing_overtakes(engine, monkeypatch):
     assert [type(outcome) for outcome in outcomes] == [PrefillResult]
 
 
+def test_engines_that_share_a_bundle(engine):
+    """Two engines on one loaded model take turns at it, and both are right."""
+    other = AsyncPrefiller(engine.bundle)
+    requests = [Request(prompt=f"{i}", images=[checkpoints.picture(i % 3)], reuse=False) for i in range(12)]
+    expected = asyncio.run(engine.prefill_many(requests))
+
+    async def both():
+        return await asyncio.gather(*(each.prefill_many(requests) for _ in range(4) for each in (engine, other)))
+
+    for outcomes in asyncio.run(both()):
+        for outcome, wanted in zip(outcomes, expected, strict=True):
+            assert torch.allclose(outcome.next_token_logits, wanted.next_token_logits, atol=1e-4)
+    other.close()
+
+
 def test_text_starts_before_the_pictures(engine, monkeypatch):
     """The decoder works on a long text before the tower has seen the pictures behind it."""
     from mmprefill.encoders import vision
