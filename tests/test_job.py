@@ -454,6 +454,17 @@ def test_a_lost_device_ends_the_job(prefiller, data, tmp_path, monkeypatch, erro
     assert len(records(tmp_path / "out")) == 6
 
 
+def test_the_error_table_as_parquet(prefiller, data, tmp_path):
+    """The same columns as in JSONL; text that is no Unicode is made printable."""
+    import pyarrow.parquet
+
+    rows = [{"id": "\ud800", "prompt": "x"}, {"id": "b", "prompt": "\ud800"}]
+    report = mmprefill.run_job(write(data / "in.jsonl", rows), tmp_path / "out", prefiller=prefiller, format="parquet")
+    (found,) = pyarrow.parquet.read_table(tmp_path / "out" / "errors.parquet").to_pylist()
+    assert (found["index"], found["id"], found["error"]) == (1, "b", "RequestError")
+    assert (report.ok, records(tmp_path / "out")[0]["id"]) == (1, "?")
+
+
 def test_tables_with_bad_lines(prefiller, data, tmp_path):
     """A line of a CSV with too many fields, too few, or bytes that are no text costs its row."""
     (data / "in.csv").write_bytes(
@@ -480,6 +491,30 @@ def test_resume_does_exactly_the_rest(heard, data, tmp_path):
     assert mmprefill.run_job(source, tmp_path / "out", prefiller=heard).skipped == 9
     assert sorted(heard.heard.asked) == sorted(row["id"] for row in rows)
     assert [each["id"] for each in records(tmp_path / "out")] == [row["id"] for row in rows]
+
+
+def test_interrupted_in_the_middle(heard, data, tmp_path, monkeypatch):
+    """F4: Ctrl-C leaves whole parts and a table of errors, nothing else; the same again does the rest."""
+    rows = simple(12)
+    rows[1]["images"] = ["missing.png"]
+    source, settings = write(data / "in.jsonl", rows), {"part_rows": 4, "window": 3, "emit": ("kv", "logits")}
+    land, calls = job._Job._land, []
+
+    def landing(self, most):
+        calls.append(most)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        land(self, most)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job._Job, "_land", landing)
+        with pytest.raises(KeyboardInterrupt):
+            mmprefill.run_job(source, tmp_path / "out", prefiller=heard, **settings)
+    assert [each.name for each in (tmp_path / "out" / "state").iterdir()] == ["part-00000000.json"]
+    assert {each.parts[0] for each in map(Path, files(tmp_path / "out" / "kv"))} == {"part-00000000"}
+    assert [each["index"] for each in failures(tmp_path / "out")] == [1]
+    report = mmprefill.run_job(source, tmp_path / "out", prefiller=heard, **settings)
+    assert (report.ok, report.failed, report.skipped) == (8, 0, 4)
 
 
 def test_torn_files_are_repaired(heard, data, tmp_path):
