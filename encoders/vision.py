@@ -82,21 +82,6 @@ def placeholder_rows(family: Family, prepared: Prepared, medium: str) -> int:
     return int((prepared.input_ids == family.placeholders[medium]).sum())
 
 
-def micro_batches(inputs: Seq[MediaInputs], budget: int) -> Iterator[list[int]]:
-    """Indices of `inputs` that share a call, at most `budget` patches each; a larger item goes alone."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for index, item in enumerate(inputs):
-        groups.setdefault(item.shape_key, []).append(index)
-    for group in groups.values():
-        batch: list[int] = []
-        for index in group:
-            if batch and sum(inputs[i].patches for i in [*batch, index]) > budget:
-                yield batch
-                batch = []
-            batch.append(index)
-        yield batch
-
-
 def encode(family: Family, batch: Seq[MediaInputs]) -> list[Any]:
     """Run one micro-batch through the tower; returns one feature output per item.
 
