@@ -64,9 +64,7 @@ def install(base: nn.Module, decoder: nn.Module) -> None:
     kept = {id(decoder.config), id(base.config)}
     for module in base.modules():
         config = getattr(module, "config", None)
-        if (
-            id(module) not in inside
-            and id(config) not in kept
-            and getattr(config, "_attn_implementation", "") == "sdpa"
-        ):
+        if config is None or id(module) in inside or id(config) in kept:
+            continue
+        if getattr(config, "_attn_implementation", "") == "sdpa":
             config._attn_implementation = NAME

@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_eval(commands)
     _add_bench(commands)
     _add_batch(commands)
+    _add_kv(commands)
     return parser
 
 
@@ -196,6 +197,22 @@ def _add_batch(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="the report as one JSON object")
     _add_model_options(parser)
     parser.set_defaults(run=_batch)
+
+
+def _add_kv(commands: Any) -> None:
+    parser = commands.add_parser("kv", help="stored KV: show what is in files, verify that they are whole, diff two")
+    kinds = parser.add_subparsers(required=True, metavar="WHAT")
+    for name, text in (("show", "what is in each file"), ("verify", "read all; exit code 1 if a file is damaged")):
+        command = kinds.add_parser(name, help=text)
+        command.add_argument("files", nargs="+", type=Path, metavar="FILE", help="artefacts, or folders of them")
+        command.add_argument("--json", action="store_true", help="JSON instead of text")
+        command.set_defaults(run=_kv_files, what=name)
+    command = kinds.add_parser("diff", help="how two files differ; exit code 1 if they do")
+    command.add_argument("first", type=Path)
+    command.add_argument("second", type=Path)
+    command.add_argument("--tolerance", type=float, default=0.0, help="largest difference that counts as none")
+    command.add_argument("--json", action="store_true", help="JSON instead of text")
+    command.set_defaults(run=_kv_diff)
 
 
 def _open(arguments: argparse.Namespace, **options: Any) -> Prefiller:
@@ -348,6 +365,19 @@ def _bench(arguments: argparse.Namespace) -> int:
             print(f"mmprefill: {row.system}, variant {row.variant}: {row.tokens_per_s} tokens/s", file=sys.stderr)
     print(as_lines(rows))
     return 0
+
+
+def _kv_files(arguments: argparse.Namespace) -> int:
+    from mmprefill import artefacts
+
+    run = artefacts.show if arguments.what == "show" else artefacts.verify
+    return run(arguments.files, as_json=arguments.json)
+
+
+def _kv_diff(arguments: argparse.Namespace) -> int:
+    from mmprefill.artefacts import diff
+
+    return diff(arguments.first, arguments.second, tolerance=arguments.tolerance, as_json=arguments.json)
 
 
 def _batch(arguments: argparse.Namespace) -> int:

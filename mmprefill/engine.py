@@ -73,7 +73,7 @@ class AsyncPrefiller:
         self.family = families.describe(bundle.model)
         self._lanes = Lanes.on(self.family.device, bundle.lock)
         route = self._lanes.prefill.call(choose_route, self.family)
-        tower_attention.install(self.family.base, self.family.decoder)
+        self._lanes.prefill.call(tower_attention.install, self.family.base, self.family.decoder)
         self.session = Session(bundle, self.family, route, self._lanes.prefill)
         self.intake = Intake(bundle.processor, self.family.placeholders, self.config, bundle.context)
         self._host = ThreadPoolExecutor(
