@@ -367,8 +367,9 @@ def variants(costs: Costs, **settings: float) -> list[Variant]:
     tuned = {"overhead": costs.overhead_tokens, "patch_tokens": costs.patch_tokens, **settings}
     single, full = {**tuned, "overhead": 0.0}, {**tuned, "overhead": math.inf}
     return [
-        Variant("default: text first, steps as the queue asks", text_first(), tuned),
-        Variant("the same, reuse off", text_first(), tuned, reuse=False),
+        Variant("default: text first, steps as the queue asks", text_first(), settings),
+        Variant("the same, with the measured cost of a step", text_first(), tuned),
+        Variant("default, reuse off", text_first(), settings, reuse=False),
         Variant("ordering only: text first, one request a step", text_first(), single, reuse=False),
         Variant("packing only: first come", first_come, tuned, reuse=False),
         Variant(

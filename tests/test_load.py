@@ -35,7 +35,7 @@ def test_simulated(run):
     table, cells = run("simulate", "--requests", 300, "--loads", 0.7)
     assert len(cells) == 2
     assert {each["rows"]["loop"]["all"]["count"] for each in cells} == {300}
-    assert sum(line.startswith("| default") for line in table) == 2
+    assert sum(line.startswith("| default:") for line in table) == 2
 
 
 def test_live(run):

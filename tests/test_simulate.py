@@ -18,7 +18,7 @@ from mmprefill.pipeline.simulate import (
     variants,
 )
 
-# SmolVLM-256M in bf16 on two cores, as measured by hand.
+# About what SmolVLM-256M costs in bf16 on two cores.
 COSTS = Costs(
     Curve.line(0.030, 0.00045), Curve.line(0.010, 0.00026), request=0.004, intake_text=0.003, intake_picture=0.012,
     intake_share=0.5,
@@ -78,7 +78,7 @@ def test_a_stored_prefix_is_not_prefilled_again():
 
 @pytest.mark.parametrize(("load", "mean"), [(0.7, 0.70), (0.85, 0.60)])
 def test_the_default_meets_its_bars(load, mean):
-    """Mean time to first token and both P99s against the loop, on costs as measured for a 256M model on two cores."""
+    """Mean time to first token and both P99s against the loop, on costs about those of a 256M model on two cores."""
     arrivals = Mix().draw(6_000, capacity(Mix(), COSTS) * load, seed=4)
     base = by_class(one_by_one(arrivals, COSTS))
     waits = variants(COSTS, vision_patches=1024)[0].serve(arrivals, COSTS)
