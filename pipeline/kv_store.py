@@ -388,10 +388,10 @@ def _open_regular(path: Path) -> BinaryIO:
 def _read_header(file: BinaryIO, size: int) -> tuple[str, dict[str, _Slot]]:
     """The manifest's text and where the tensors lie; offsets must tile the rest of the file exactly."""
     start = file.read(8)
-    if start.startswith((b"PK", b"\x80")):
-        raise ValueError("it looks like a pickle or an archive; only safetensors files are read")
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > min(size - 8, MOST_HEADER):
+        if start.startswith((b"PK", b"\x80")):  # asked last: a header's length may begin with these bytes
+            raise ValueError("it looks like a pickle or an archive; only safetensors files are read")
         raise ValueError(f"a header of {length} bytes in a file of {size}: not a safetensors file, or cut short")
     raw = strict_json(file.read(length).decode())
     if not isinstance(raw, dict):

@@ -1,0 +1,133 @@
+"""What `mmprefill kv` says of stored KV: what is in a file, whether it is whole, and how two differ. Loads no model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mmprefill.errors import ArtefactError
+from mmprefill.pipeline.kv_store import Artefact, load
+from mmprefill.report import human_bytes
+
+SUFFIX = ".kv.safetensors"
+
+
+def files_of(paths: Seq[Path]) -> Iterator[Path]:
+    """Files as they are, folders as the artefacts in them.
+
+    Raises:
+        ValueError: for a folder without any.
+    """
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        found = sorted(path.rglob(f"*{SUFFIX}"))
+        if not found:
+            raise ValueError(f"{path}: no {SUFFIX} file in it")
+        yield from found
+
+
+def summary(artefact: Artefact) -> dict[str, Any]:
+    """What an artefact says about itself, ready for JSON."""
+    manifest = artefact.manifest
+    identity = manifest.identity
+    kinds = [layer.kind for layer in identity.layers]
+    return {
+        "file": str(artefact.path),
+        "id": manifest.id,
+        "model": manifest.model,
+        "revision": manifest.revision,
+        "model_type": identity.model_type,
+        "dtype": identity.dtype,
+        "compatibility": manifest.compatibility,
+        "tokens": manifest.length,
+        "next_position": manifest.positions.next,
+        "attention": manifest.attention,
+        "media": [{"medium": m.medium, "size": list(m.size), "frames": m.frames} for m in manifest.media],
+        "layers": {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
+        "hidden_layers": list(manifest.hidden_layers),
+        "bytes": artefact.path.stat().st_size,
+        "producer": manifest.producer,
+    }
+
+
+def show(paths: Seq[Path], *, as_json: bool) -> int:
+    """Print the summaries."""
+    for path in files_of(paths):
+        about = summary(load(path))
+        if as_json:
+            print(json.dumps(about))
+            continue
+        media = ", ".join(f"{m['medium']} {m['size'][1]} x {m['size'][0]}" for m in about["media"]) or "no media"
+        layers = ", ".join(f"{count} x {kind}" for kind, count in about["layers"].items())
+        print(f"{path}: request {about['id']!r}, {about['tokens']} tokens, {media}, {human_bytes(about['bytes'])}")
+        print(f"  {about['model']} ({about['model_type']}, {about['dtype']}): {layers}; attention {about['attention']}")
+        print(f"  compatibility {about['compatibility']}; written by mmprefill {about['producer'].get('mmprefill')}")
+    return 0
+
+
+def verify(paths: Seq[Path], *, as_json: bool) -> int:
+    """Read every tensor of every file against its checksum; 1 if one is damaged."""
+    bad: dict[str, str] = {}
+    files = list(files_of(paths))
+    for path in files:
+        try:
+            load(path).verify()
+        except ArtefactError as error:
+            bad[str(path)] = str(error)
+    if as_json:
+        print(json.dumps({"files": len(files), "damaged": bad}))
+    else:
+        print("\n".join([*bad.values(), f"{len(files)} files, {len(bad)} damaged"]))
+    return 1 if bad else 0
+
+
+def differences(mine: Artefact, theirs: Artefact) -> dict[str, Any]:
+    """How two artefacts differ: in words for what they are of, in numbers for each tensor that is not equal."""
+    a, b = mine.manifest, theirs.manifest
+    words = a.identity.differences(b.identity)
+    if a.token_ids != b.token_ids:
+        same = next(
+            (i for i, pair in enumerate(zip(a.token_ids, b.token_ids, strict=False)) if pair[0] != pair[1]), None
+        )
+        where = min(a.length, b.length) if same is None else same
+        words.append(f"tokens differ from position {where} on ({a.length} and {b.length} tokens)")
+    if [m.digest for m in a.media] != [m.digest for m in b.media]:
+        words.append("the media are not the same")
+    tensors: dict[str, Any] = {}
+    for name in dict.fromkeys((*a.tensors, *b.tensors)):
+        if name not in a.tensors or name not in b.tensors:
+            tensors[name] = "only in the " + ("first" if name in a.tensors else "second")
+        elif a.tensors[name].shape != b.tensors[name].shape:
+            tensors[name] = f"shapes {list(a.tensors[name].shape)} and {list(b.tensors[name].shape)}"
+        else:
+            most = _most(mine.tensor(name), theirs.tensor(name))
+            if most:
+                tensors[name] = most
+    return {"what": words, "tensors": tensors}
+
+
+def _most(mine: Tensor, theirs: Tensor) -> float:
+    """The largest difference; NaN where only one of the two is NaN."""
+    if not mine.numel():
+        return 0.0
+    apart = (mine.double() - theirs.double()).abs()
+    return float(apart.where(~(mine.isnan() & theirs.isnan()), 0.0).max())
+
+
+def diff(first: Path, second: Path, *, tolerance: float, as_json: bool) -> int:
+    """Print how two files differ; 1 if they do by more than the tolerance."""
+    found = differences(load(first), load(second))
+    apart = {name: by for name, by in found["tensors"].items() if isinstance(by, str) or not by <= tolerance}
+    if as_json:
+        print(json.dumps(found))
+    else:
+        lines = [f"{name}: {by if isinstance(by, str) else f'differs by up to {by:.2g}'}" for name, by in apart.items()]
+        print("\n".join([*found["what"], *lines]) or f"equal within {tolerance:g}")
+    return 1 if found["what"] or apart else 0
