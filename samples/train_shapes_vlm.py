@@ -336,7 +336,7 @@ class Batches:
         long = (i - args.seeing) > 0.3 * (args.steps - args.seeing) and i % 8 == 0
         length = args.long if long else args.length
         budget = args.rows * args.length // length // args.processes
-        most = min(ms.MAX_OBJECTS, 2 + int(14 * (i - args.seeing) / (args.steps - args.seeing)))  # few objects at first
+        most = min(ms.MAX_OBJECTS, 4 + int(14 * (i - args.seeing) / (args.steps - args.seeing)))  # few objects at first
         rows = [
             make_row(rng, self.writer, length, long, "" if long else self.kind(k, budget), most) for k in range(budget)
         ]
@@ -416,7 +416,8 @@ class Learner(nn.Module):
         """The tower's patches and the cells that the decoder sees."""
         parts = self.model.model
         pixels = (pixels.float() / 127.5 - 1).to(self.patch_head.weight.dtype)
-        patches = parts.vision_tower.timm_model.forward_features(pixels)
+        with torch.set_grad_enabled(not self.frozen and torch.is_grad_enabled()):
+            patches = parts.vision_tower.timm_model.forward_features(pixels)
         return patches, parts.multi_modal_projector(patches)
 
     def seen_loss(self, patches: Tensor, cells: Tensor, batch: Batch) -> Tensor:
@@ -447,8 +448,7 @@ class Learner(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The heads' loss; per answer token its loss and whether it was right."""
-        with torch.set_grad_enabled(not self.frozen):
-            patches, cells = self.see(batch.pixels)
+        patches, cells = self.see(batch.pixels)
         seen = torch.zeros(()) if self.frozen else self.seen_loss(patches, cells, batch)
         if batch.tokens is None:
             return seen, None, None
@@ -535,7 +535,7 @@ class Optimizer:
         for i, update in enumerate(shared(updates)):
             if update is not None:
                 rate = rates[0] if self.sees[i] else rates[1]
-                self.master[i].mul_(1 - rate * 0.02).add_(update, alpha=-rate)
+                self.master[i].mul_(1 - rate * 0.001).add_(update, alpha=-rate)
         for i, g in enumerate(grads):
             if g is None or self.second[i] is None:
                 continue
@@ -544,7 +544,13 @@ class Optimizer:
             self.second[i].lerp_(g.square(), 0.02)
             k = n + 1
             update = (self.first[i] / (1 - 0.9**k)) / ((self.second[i] / (1 - 0.98**k)).sqrt() + 1e-8)
-            self.master[i].add_(update, alpha=-3e-3 * (rates[0] if self.sees[i] else rates[1]))
+            if "embed_tokens" in self.names[i]:  # all rows drift together, which would make the words look alike; the
+                self.master[i].add_(
+                    update, alpha=-1e-3 * rates[1]
+                )  # logits do not change when their mean is taken away
+                self.master[i].sub_(self.master[i].mean(0))
+            else:
+                self.master[i].add_(update, alpha=-3e-3 * (rates[0] if self.sees[i] else rates[1]))
         keep = min(0.99, (n + 1) / (n + 20))
         torch._foreach_lerp_(self.mean, self.master, 1 - keep)
         for p, m in zip(self.params, self.master, strict=True):
@@ -563,12 +569,13 @@ class Optimizer:
 
     @torch.no_grad()
     def freeze(self) -> None:
-        """Ends the tower's training, at the mean of its weights."""
-        for p, master, mean, sees in zip(self.params, self.master, self.mean, self.sees, strict=True):
-            if sees:
+        """Ends the tower's training, at the mean of its weights; the projector learns with the decoder from then on."""
+        for name, p, master, mean, sees in zip(self.names, self.params, self.master, self.mean, self.sees, strict=True):
+            if sees and "projector" not in name:
                 master.copy_(mean)
                 p.copy_(mean)
                 p.requires_grad_(False)
+        self.sees = ["vision_tower" in name for name in self.names]
 
     def load(self, state: dict) -> None:
         """A checkpoint, back."""
@@ -576,6 +583,36 @@ class Optimizer:
         with torch.no_grad():
             for p, m in zip(self.params, self.master, strict=True):
                 p.copy_(m)
+
+
+@torch.no_grad()
+def like_to_like(learner: Learner, optimizer: Optimizer, batch: Batch) -> None:
+    """Lets a word attend, from the first step, to the cells that show what it means.
+
+    A cell resembles the words for what it shows. It gets a second, turned copy of itself (R), and the second key head of the
+    first three layers looks for words through that copy: without it, a word would find itself. Only the slowly turning
+    dimensions of RoPE take part, so that distance does not matter. What all empty cells share is taken away.
+    """
+    generator = torch.Generator().manual_seed(1)
+    names, master = optimizer.names, optimizer.master
+    turn = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=generator))[0]
+    both = torch.eye(WIDTH) + turn
+    empty = learner.see(batch.pixels)[1].float()[batch.shown_cells[:, 0] == 0].mean(0)
+    weight, bias = (next(i for i, n in enumerate(names) if n.endswith(f"linear_2.{x}")) for x in ("weight", "bias"))
+    master[bias].copy_(both @ (master[bias] - empty))
+    master[weight].copy_(both @ master[weight])
+    width = WIDTH // 4
+    slow = [d for d in range(width) if d % (width // 2) >= width // 6]
+    for i, name in enumerate(names):
+        if any(f"layers.{layer}.self_attn.k_proj" in name for layer in range(3)):
+            query = names.index(name.replace("k_proj", "q_proj"))
+            look = 2.4 * torch.linalg.qr(torch.randn(WIDTH, len(slow), generator=generator))[0].t()
+            for d, row in zip(slow, look, strict=True):
+                master[query][2 * width + d] = row
+                master[query][3 * width + d] = row
+                master[i][width + d] = turn @ row
+    optimizer.mean = [m.clone() for m in master]
+    optimizer.load(optimizer.state())
 
 
 def rates_at(i: int, args: argparse.Namespace) -> tuple[float, float]:
@@ -632,8 +669,14 @@ def train(rank: int, args: argparse.Namespace) -> None:
         saved = torch.load(kept, weights_only=True)
         optimizer.load(saved["optimizer"])
         start, spent = saved["step"], saved["seconds"]
-    elif args.start:
-        optimizer.begin(torch.load(args.start, weights_only=True)["optimizer"]["mean"])
+    else:
+        if args.start:
+            optimizer.begin(torch.load(args.start, weights_only=True)["optimizer"]["mean"])
+        like_to_like(
+            learner,
+            optimizer,
+            Batches(args, tokenizer, 0).see(random.Random(1), [ms.make_scene(random.Random(k)) for k in range(24)]),
+        )
     say = print if rank == 0 else lambda *_, **__: None
     say(f"{sum(p.numel() for p in learner.model.parameters()) / 1e6:.2f} M parameters, from step {start}", flush=True)
     batches, report, began = Batches(args, tokenizer, rank), Report(), time.time()
