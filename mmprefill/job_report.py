@@ -37,6 +37,7 @@ class JobReport:
         nbytes: bytes of output, earlier runs' included.
         stages: seconds by stage, summed over rows.
         errors: failed rows of this run by the class of their error.
+        examples: the first message of each of those classes.
         stopped: why the job stopped before its end; empty where it did not.
     """
 
@@ -53,6 +54,7 @@ class JobReport:
     nbytes: int = 0
     stages: dict[str, float] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
     stopped: str = ""
 
     @property
@@ -68,6 +70,7 @@ class JobReport:
         self.failed += len(served.errors)
         for each in served.errors:
             self.errors[each["error"]] = self.errors.get(each["error"], 0) + 1
+            self.examples.setdefault(each["error"], each["message"])
         for name in ("tokens", "reused_tokens", "pictures", "reused_pictures"):
             setattr(self, name, getattr(self, name) + getattr(served, name))
         for stage, seconds in served.seconds.items():
@@ -80,7 +83,7 @@ class JobReport:
             f"{self.ok} ok, {self.failed} failed, {self.skipped} skipped (done before), in {self.seconds:.1f} s: {rate}",
             f"{self.tokens} tokens, {self.reused_tokens} of them reused; "
             f"{self.pictures} pictures, {self.reused_pictures} of them encoded for another row",
-            *(f"  {count} x {name}" for name, count in most_common(self.errors)),
+            *(f"  {count} x {name}: {self.examples.get(name, '')}" for name, count in most_common(self.errors)),
             *self._stage_lines(),
             f"{human_bytes(self.nbytes)} in {self.out}",
         ]
@@ -211,4 +214,4 @@ def show_estimate(estimate: JobEstimate, as_json: bool) -> None:
     )
     print(f"from {sample.ok + sample.failed} rows that were run, {sample.failed} of which failed")
     for name, count in most_common(sample.errors):
-        print(f"  {count} x {name}")
+        print(f"  {count} x {name}: {sample.examples[name]}")

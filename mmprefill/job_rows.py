@@ -171,7 +171,10 @@ class Columns:
             except (ValueError, TypeError) as error:
                 raise RequestError(f"row {row.id!r}: the prompt cannot be made: {error}") from error
         column = s.prompt_column or "prompt"
-        value = row.values.get(column)
+        if column not in row.values:
+            there = ", ".join(map(str, row.values)) or "none"
+            raise RequestError(f"row {row.id!r}: no column {column!r}; there are {there}")
+        value = row.values[column]
         if not isinstance(value, str):
             found = "nothing" if value is None else type(value).__name__
             raise RequestError(f"row {row.id!r}: column {column!r} must hold text, holds {found}")

@@ -659,6 +659,8 @@ def test_the_command(data, tmp_path, capsys):
     options = ("--out", tmp_path / "out", "--emit", "scores,text", "--choices", "yes", "no", "--tokens", "2")
     assert batch(source, *options, "--limit", "2") == 0
     assert "2 ok, 0 failed, 0 skipped" in capsys.readouterr().out
+    assert batch(source, "--out", tmp_path / "no", "--prompt-column", "text", "--limit", "2") == 1
+    assert "2 x RequestError: row 'r0': no column 'text'; there are id, prompt, images" in capsys.readouterr().out
     assert batch(source, *options, "--json") == 1
     told = json.loads(capsys.readouterr().out)
     assert (told["ok"], told["failed"], told["skipped"], told["exit_code"]) == (3, 1, 2, 1)
