@@ -280,11 +280,14 @@ def _part(part: Any, left: Iterator[Any], row: Row) -> Any:
 
 def affinity(request: Request) -> tuple[str, str]:
     """Rows that sort side by side share pictures, then the beginning of their prompt."""
-    messages = request.messages or ()
-    parts = [p for m in messages if isinstance(m, Mapping) and isinstance(m.get("content"), list) for p in m["content"]]
-    pictures = [*request.images, *(p.get("image") for p in parts if isinstance(p, Mapping) and "image" in p)]
+    contents = [m.get("content") for m in request.messages or () if isinstance(m, Mapping)]
+    parts = [part for each in contents if isinstance(each, list) for part in each if isinstance(part, Mapping)]
+    pictures = [*request.images, *(part["image"] for part in parts if "image" in part)]
+    texts = [
+        each for each in (request.prompt, *contents, *(part.get("text") for part in parts)) if isinstance(each, str)
+    ]
     keys = [_digestible(each) if isinstance(each, bytes) else str(each)[:512] for each in pictures]
-    return "\n".join(keys), request.prompt if isinstance(request.prompt, str) else repr(messages)[:4096]
+    return "\n".join(keys), "\n".join(texts)
 
 
 def with_remotes(request: Request, most: int) -> Request:
