@@ -3,6 +3,7 @@
 python job_killed.py MODEL INPUT FOLDER KILLS SEED: a clean run in FOLDER/clean, killed ones in FOLDER/0, FOLDER/1, ...
 """
 
+import faulthandler
 import json
 import os
 import random
@@ -46,6 +47,7 @@ def forked(action):
     if child:
         return child
     code = 1
+    faulthandler.dump_traceback_later(40, exit=True)  # a run takes seconds: this one hangs, and says where
     try:
         action()
         code = 0
