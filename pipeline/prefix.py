@@ -199,6 +199,9 @@ class PrefixStore:
                 del self._blocks[digest]
         if self._wholes.get(entry.chain.whole) is entry:
             del self._wholes[entry.chain.whole]
+        for other in self._kept:  # those that begin the same serve its blocks from now on
+            if other.chain.blocks[:1] == entry.chain.blocks[:1]:
+                self._index(other)
 
 
 def _shared(mine: Seq[object], theirs: Seq[object], start: int) -> int:

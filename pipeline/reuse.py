@@ -90,7 +90,8 @@ class Stores:
         ids = prepared.input_ids.tolist()
         plan.chain = chain_of(ids, self._spots(prepared, plan), prepared.request.salt)
         plan.match = self._match(prepared, plan.chain)
-        plan.entry = self.prefix.register(plan.chain)
+        if plan.match is None or not plan.match.whole:
+            plan.entry = self.prefix.register(plan.chain)
         if plan.match is None:
             plan.why = "no earlier prompt begins the same"
         return plan

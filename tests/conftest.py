@@ -1,8 +1,10 @@
 """Every test starts from, and leaves behind, the same process: no network, one torch thread, no global changed."""
 
 import os
+import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="mmprefill-tests-")  # no calibration of this machine in here
 
 import socket
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mmprefill import AsyncPrefiller, PrefillConfig, Prefiller, Request
+from mmprefill.pipeline.kv_cache import SequenceKV
 from mmprefill.pipeline.prefix import BLOCK, PrefixStore, Spot, chain_of
 from mmprefill.results import unwrap
 
@@ -329,6 +330,26 @@ def test_a_watcher_that_is_gone(smol):
     assert len(result.token_ids) == result.emitted.length
     del task
     gc.collect()
+
+
+def test_a_block_outlives_the_prompt_that_brought_it():
+    """When the owner of a shared beginning is evicted, a kept prompt that begins the same serves it."""
+
+    def finished(store, ids):
+        entry = store.register(chain_of(ids, []))
+        entry.kv = SequenceKV(len(ids), length=len(ids), layers={0: (torch.zeros(1, 1, len(ids), 4),) * 2})
+        store.finish(entry, torch.zeros(1, 8), torch.zeros(1, len(ids)), "causal")
+        return entry
+
+    common = list(range(BLOCK))
+    size = finished(PrefixStore(10**6), [*common, *range(100, 120)]).kv.nbytes
+    store = PrefixStore(2 * size)
+    finished(store, [*common, *range(100, 120)])
+    second = finished(store, [*common, *range(200, 220)])
+    finished(store, list(range(300, 300 + BLOCK + 20)))  # evicts the first
+    match = store.match(chain_of([*common, 7, 8, 9], []))
+    assert match is not None
+    assert match.entry is second
 
 
 def test_chains():
