@@ -113,7 +113,7 @@ def load_picture(source: Any, limits: MediaLimits, *, item: str = "picture", fet
 def _picture(rgb_HWC: U8, source: str) -> Picture:
     pixels = np.array(rgb_HWC, dtype=np.uint8, order="C", copy=True)
     pixels.setflags(write=False)
-    digest = hashlib.blake2b(digest_size=32)
+    digest = hashlib.sha256()  # 2.4x blake2b on processors with SHA instructions
     for part in (memoryview(struct.pack("<QQ", *pixels.shape[:2])), pixels.data):
         digest.update(struct.pack("<Q", part.nbytes))
         digest.update(part)
