@@ -27,7 +27,7 @@ from mmprefill.job_report import Display, JobEstimate, JobReport, display
 from mmprefill.job_rows import Columns, Row, affinity, rows
 from mmprefill.job_serve import IN_FLIGHT, Item, Server, Threads, Waiting, Workers, check_choices, describe
 from mmprefill.job_settings import JobSettings
-from mmprefill.job_state import JobFolder, write_atomically
+from mmprefill.job_state import JobFolder, write_whole
 from mmprefill.prefiller import Prefiller
 from mmprefill.types import Request
 
@@ -255,7 +255,7 @@ class _Job:
         parts = sorted(self._folder.commits, key=lambda each: each.start)
         errors = [each for part in parts for each in part.errors]
         path = self._folder.path / f"errors.{self._settings.format}"
-        write_atomically(path, encoded(errors, ERROR_COLUMNS, self._settings.format))
+        write_whole(path, encoded(errors, ERROR_COLUMNS, self._settings.format))
 
 
 def _order(item: Item) -> tuple[str, str]:

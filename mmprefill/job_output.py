@@ -17,7 +17,7 @@ from torch import Tensor
 from mmprefill.errors import EngineClosedError
 from mmprefill.job_rows import Row
 from mmprefill.job_settings import JobSettings, extra
-from mmprefill.job_state import part_name, write_atomically
+from mmprefill.job_state import part_name, write_whole
 from mmprefill.prefiller import Prefiller
 from mmprefill.results import PrefillResult, unwrap
 from mmprefill.types import Generation
@@ -170,7 +170,7 @@ class Output:
         data = save(tensors, {"format": "pt"})
         self._budget.take(len(data))
         path = self._folder / "tensors" / f"{part_name(start)}-{number:03d}.safetensors"
-        write_atomically(path, data)
+        write_whole(path, data)
         served.files.append(path)
         for record in served.records:
             record["tensors"] = self._name(path)
@@ -184,7 +184,7 @@ def write_table(folder: Path, start: int, records: Seq[Record], settings: JobSet
     path = folder / "rows" / f"{part_name(start)}.{settings.format}"
     data = encoded(records, columns(settings), settings.format)
     budget.take(len(data))
-    write_atomically(path, data)
+    write_whole(path, data)
     return path
 
 

@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import zlib
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mmprefill.errors import JobError
+from mmprefill.files import sync_folder, write_atomically
 from mmprefill.job_rows import Row
 from mmprefill.job_settings import differences
 
@@ -33,29 +33,10 @@ OURS = re.compile(r"part-\d+|\.mmprefill-|\d+\.kv\.safetensors$")  # how the nam
 FOLDERS = ("rows", "tensors", "kv", "state")
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """The path holds the old content or the new one, whole; on disk when this returns."""
+def write_whole(path: Path, data: bytes) -> None:
+    """`write_atomically`, with the folders that it takes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".mmprefill-{secrets.token_hex(8)}.tmp")
-    try:
-        with draft.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """A rename is on disk only when its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_atomically(path, [data])
 
 
 @dataclass(frozen=True)
@@ -130,7 +111,7 @@ class JobFolder:
                 **about,
                 "complete": False,
             }
-            write_atomically(file, json.dumps(about, indent=1).encode())
+            write_whole(file, json.dumps(about, indent=1).encode())
             return about
         found = _json(file)
         if not isinstance(found, dict) or found.get("kind") != "mmprefill batch" or found.get("format") != FORMAT:
@@ -213,7 +194,7 @@ class JobFolder:
             sizes[name] = [file.stat().st_size, crc]
         commit = Commit(start, start + len(rows), digest, sizes, errors)
         sync_folder(self.path)  # the folders that the files lie in
-        write_atomically(self.path / "state" / f"{part_name(start)}.json", json.dumps(asdict(commit)).encode())
+        write_whole(self.path / "state" / f"{part_name(start)}.json", json.dumps(asdict(commit)).encode())
         self.commits.append(commit)
         return commit
 
@@ -228,7 +209,7 @@ class JobFolder:
         rows, failed = sum(p.stop - p.start for p in parts), sum(p.failed for p in parts)
         tables = [name for part in parts for name in part.files if name.startswith("rows/")]
         self.about |= {"complete": complete, "rows": rows, "ok": rows - failed, "failed": failed, "tables": tables}
-        write_atomically(self.path / "manifest.json", json.dumps(self.about, indent=1).encode())
+        write_whole(self.path / "manifest.json", json.dumps(self.about, indent=1).encode())
 
     def close(self) -> None:
         """Let another job have the folder."""

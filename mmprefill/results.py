@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmprefill.errors import MMPrefillError
 from mmprefill.models import ModelBundle
 from mmprefill.pipeline import decode
 from mmprefill.pipeline.kv_cache import SequenceKV
@@ -222,6 +221,3 @@ def unwrap(outcome: PrefillResult | BaseException) -> PrefillResult:
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome
-
-
-__all__ = ["MMPrefillError", "PrefillResult", "Session", "unwrap"]

@@ -135,7 +135,6 @@ class Sequence:
         extras: further decoder arguments (deepstack, per-layer inputs), as the composite model made them.
         rules: attention masks that are not plain causal, by layer kind ("" for all layers), as transformers mask functions.
         edges: bool [T + 1]; edges[i] is true where a chunk may end before token i (host memory).
-        spans: token ranges of each medium's placeholders, one tuple of (start, end) runs per media item.
     """
 
     prepared: Prepared
@@ -144,7 +143,6 @@ class Sequence:
     extras: Mapping[str, Any] = field(default_factory=dict)
     rules: Mapping[str, MaskFunction] = field(default_factory=dict)
     edges: torch.Tensor | None = None
-    spans: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     @property
     def length(self) -> int:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
 import stat
 import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -29,6 +29,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
 from mmprefill.errors import ArtefactError, UnsupportedModelError
+from mmprefill.files import write_atomically
 from mmprefill.pipeline import decode, positions
 from mmprefill.pipeline.kv_cache import SequenceKV, hand_over
 from mmprefill.pipeline.manifest import (
@@ -85,7 +86,8 @@ def save(result: PrefillResult, path: Path) -> Path:
     header = _header(text, {name: entries[name] for name in order})
     if len(header) > MOST_HEADER:
         raise ArtefactError(f"{path}: a manifest of {len(header)} bytes; at most {MOST_HEADER} are read back")
-    _write(path, header, [tensors[name] for name in order])
+    prefix = len(header).to_bytes(8, "little") + header
+    write_atomically(path, chain([prefix], (_bytes(tensors[name]) for name in order)))
     return path
 
 
@@ -202,33 +204,6 @@ def _header(manifest: str, entries: Mapping[str, TensorEntry]) -> bytes:
         header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % 8)
-
-
-def _write(path: Path, header: bytes, tensors: list[Tensor]) -> None:
-    """Write beside the path, then rename: after a crash the path holds the old file or the new one, whole."""
-    draft = path.with_name(f".mmprefill-{secrets.token_hex(8)}.tmp")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
-            for tensor in tensors:
-                file.write(_bytes(tensor))
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """A rename is on disk only when its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # Reading.

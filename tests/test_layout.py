@@ -17,7 +17,7 @@ import mmprefill
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"mmprefill": "mmprefill", "encoders": "mmprefill.encoders", "pipeline": "mmprefill.pipeline"}
 LAYERS = (  # a module imports from its own layer and those before it
-    {"", "errors", "config", "types", "streams", "trace", "metrics"},
+    {"", "errors", "config", "types", "files", "streams", "trace", "metrics"},
     {"media", "fetch", "formats", "sources", "models"},
     {"encoders"},
     {"pipeline"},
