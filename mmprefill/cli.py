@@ -293,6 +293,11 @@ def _asked(arguments: argparse.Namespace) -> Iterator[Asked]:
 # verify and models
 
 
+def _say(what: str) -> None:
+    """One line for whoever waits."""
+    print(f"mmprefill: {what} ...", file=sys.stderr)
+
+
 def _verify(arguments: argparse.Namespace) -> int:
     from mmprefill.models import load
     from mmprefill.report import show_report
@@ -317,7 +322,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             requests=sample_requests(prefiller, arguments.image) if arguments.image else None,
             new_tokens=arguments.tokens,
             threads=arguments.threads,
-            on_progress=lambda what: print(f"mmprefill: running {what} ...", file=sys.stderr),
+            on_progress=lambda what: _say(f"running {what}"),
         )
     show_report(report, as_json=arguments.json)
     return 0 if report.passed else 1
@@ -437,7 +442,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         session = prefiller.session
         bench = calibrate.Bench(session.family, session.route.plan, prefiller.intake)
         needs = session.lane.call(footprint.footprint, bench)
-        costs = session.lane.call(calibrate.costs_of, bench, fresh=arguments.fresh)
+        costs = session.lane.call(calibrate.costs_of, bench, fresh=arguments.fresh, say=_say)
         budgets = memory.choose(
             needs, costs, given or memory.device_memory(session.family.device, needs.weights), arguments.tokens
         )

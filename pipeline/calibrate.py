@@ -33,10 +33,15 @@ from mmprefill.pipeline.kv_cache import LayerPlan, SequenceKV, StepCache
 from mmprefill.pipeline.prefill import _pieces, forward, text_arguments
 from mmprefill.types import Request
 
-VERSION = 1  # of what is measured and how; a stored result of another version is measured again
+VERSION = 2  # of what is measured and how; a stored result of another version is measured again
 PIECE = 256  # tokens of one sequence in a measured step
 SIZES = (16, 64, 256, 512, 1024, 2048, 4096, 8192)  # tokens of the measured steps
 SIDES = (224, 448, 896)  # pixels of the measured pictures
+ENOUGH = 1.0  # seconds for repeats of one measurement
+STAT = Path("/proc/stat")
+CROWD = 0.15  # of the processors' time: where others take more, what is measured is not kept
+
+Say = Callable[[str], None]  # told what is measured next
 
 
 @dataclass(frozen=True)
@@ -48,30 +53,38 @@ class Bench:
     intake: Intake
 
 
-def costs_of(bench: Bench, *, budget: float = 12.0, fresh: bool = False) -> Costs:
+def costs_of(bench: Bench, *, budget: float = 10.0, fresh: bool = False, say: Say = lambda _: None) -> Costs:
     """The costs on this machine: from the cache, else measured, and stored unless the machine was busy.
 
     Args:
         bench: what to measure; on the thread of its lane.
         budget: seconds that measuring may take, about.
         fresh: measure again, whatever the cache says.
+        say: told what is measured next.
     """
     key = key_of(bench.family)
     path = cache_path(key)
     found = None if fresh else read(path, key)
     if found is None:
-        crowded = busy(bench.family.device)
-        found = measure(bench, budget)
-        if not crowded:
+        started, before = time.perf_counter(), used_by_others()
+        found = measure(bench, budget, say)
+        taken = (used_by_others() - before) / (os.cpu_count() or 1) / (time.perf_counter() - started)
+        if taken > CROWD and bench.family.device.type != "cuda":
+            say(f"not keeping this: others took {taken:.0%} of the processors meanwhile")
+        else:
             write(path, key, found)
     return found
 
 
-def busy(device: torch.device) -> bool:
-    """Whether others keep the processors busy, so that what is measured now is not worth keeping."""
-    if device.type == "cuda" or not hasattr(os, "getloadavg"):
-        return False
-    return os.getloadavg()[0] > 0.75 * (os.cpu_count() or 1)
+def used_by_others() -> float:
+    """Processor seconds that other processes of this machine, or its neighbours, have used so far; 0 where nobody says."""
+    try:
+        fields = STAT.read_text(encoding="ascii").split(maxsplit=9)[1:9]
+    except OSError:
+        return 0.0
+    user, nice, system, _idle, _waiting, irq, softirq, stolen = map(int, fields)
+    ours = os.times()
+    return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK") - ours.user - ours.system
 
 
 def kept(family: Family) -> Costs | None:
@@ -141,12 +154,15 @@ def write(path: Path, key: Mapping[str, Any], costs: Costs) -> None:
 
 
 @torch.no_grad()
-def measure(bench: Bench, budget: float = 12.0) -> Costs:
+def measure(bench: Bench, budget: float = 10.0, say: Say = lambda _: None) -> Costs:
     """Run the measurements, in about `budget` seconds."""
+    say("measuring decoder steps")
     steps = dict(_steps(bench, budget * 0.5))
     pairs = _attention(bench, steps)
+    say("measuring intake")
     text = _intake(bench, Request(prompt=_words(100)))
     picture = _intake(bench, _pictured(SIDES[1])) - text if _takes_pictures(bench) else 0.0
+    say("measuring the tower")
     return Costs(
         step=Curve.rising((n, max(s - pairs * _pairs(n), 0.0)) for n, s in steps.items()),
         tower=_tower(bench, budget * 0.3),
@@ -166,7 +182,7 @@ def _steps(bench: Bench, budget: float) -> Iterator[tuple[int, float]]:
     """Seconds of steps of growing size while the next one fits in what is left of the budget; three at least."""
     ends, last = time.perf_counter() + budget, 0.0
     for count, size in enumerate(SIZES):
-        if size > max(bench.intake.context, SIZES[1]) or (count >= 3 and time.perf_counter() + 6 * last > ends):
+        if size > max(bench.intake.context, SIZES[1]) or (count >= 3 and time.perf_counter() + 2 * last > ends):
             return
         last = _seconds(step_of(bench, [min(PIECE, size)] * max(1, size // PIECE)))
         yield size, last
@@ -179,7 +195,7 @@ def _pairs(tokens: int) -> float:
 
 def _attention(bench: Bench, steps: Mapping[int, float]) -> float:
     """Seconds per pair of query and key: one long sequence against as many tokens in short ones."""
-    size = max((n for n in steps if PIECE < n <= min(2048, bench.intake.context)), default=0)
+    size = max((n for n in steps if PIECE < n <= min(1024, bench.intake.context)), default=0)
     if not size:
         return 0.0
     return max(_seconds(step_of(bench, [size])) - steps[size], 0.0) / (size * (size + 1) / 2 - _pairs(size))
@@ -226,7 +242,8 @@ def _tower(bench: Bench, budget: float) -> Curve:
     for inputs in tower_inputs(bench):
         for copies in (1, 2, 4):
             size = float(inputs.patches * copies)
-            if size in points or (points and time.perf_counter() + 4 * max(points.values()) > ends):
+            expected = max((seconds * size / other for other, seconds in points.items()), default=0.0)
+            if size in points or (points and time.perf_counter() + expected > ends):
                 continue
             with contextlib.suppress(RuntimeError, ValueError):  # a tower that takes one picture at a time
                 points[size] = _seconds(lambda n=copies, each=inputs: vision.encode(bench.family, [each] * n))  # type: ignore[misc]
@@ -263,9 +280,8 @@ def _words(count: int) -> str:
     return "word " * count
 
 
-def _seconds(run: Callable[[], Any], rounds: int = 5, enough: float = 0.6) -> float:
-    """The fastest of a few runs after a warm-up, or of as many as fit in `enough` seconds: others' work only adds."""
-    run()
+def _seconds(run: Callable[[], Any], rounds: int = 6) -> float:
+    """The fastest of a few runs, of as many as fit in `ENOUGH` seconds: a first run, and others' work, only add."""
     best, spent = math.inf, 0.0
     for _ in range(rounds):
         started = time.perf_counter()
@@ -274,6 +290,6 @@ def _seconds(run: Callable[[], Any], rounds: int = 5, enough: float = 0.6) -> fl
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
         best, spent = min(best, seconds), spent + seconds
-        if spent > enough:
+        if spent + seconds > ENOUGH:
             break
     return best

@@ -1,6 +1,8 @@
 """Calibration and plans: predicted bytes are the real ones, budgets fit, the cache survives damage."""
 
+import itertools
 import json
+import os
 
 import checkpoints
 import pytest
@@ -66,7 +68,7 @@ def test_calibration_is_quick_and_complete(family):
 def test_costs_are_measured_once(monkeypatch):
     """The second call reads what the first one stored; another thread count, a damaged file or `fresh` measure again."""
     measured = []
-    monkeypatch.setattr(calibrate, "busy", lambda device: False)
+    monkeypatch.setattr(calibrate, "used_by_others", lambda: 0.0)
     monkeypatch.setattr(calibrate, "measure", lambda *_: measured.append(1) or COSTS)
     with opened("smolvlm") as prefiller:
         bench = bench_of(prefiller)
@@ -89,11 +91,40 @@ def test_costs_are_measured_once(monkeypatch):
 
 
 def test_what_a_busy_machine_measures_is_not_kept(monkeypatch):
+    """Where others took processors from the measurement it is used, and said to be not worth keeping."""
+    taken, said = itertools.count(0.0, 1000.0), []
     monkeypatch.setattr(calibrate, "measure", lambda *_: COSTS)
-    monkeypatch.setattr(calibrate, "busy", lambda device: True)
+    monkeypatch.setattr(calibrate, "used_by_others", lambda: next(taken))
     with opened("smolvlm") as prefiller:
-        assert calibrate.costs_of(bench_of(prefiller)) == COSTS
+        assert calibrate.costs_of(bench_of(prefiller), say=said.append) == COSTS
         assert not calibrate.cache_path(calibrate.key_of(prefiller.session.family)).exists()
+    assert "not keeping" in said[-1]
+
+
+def test_others_are_whoever_is_not_us(tmp_path, monkeypatch):
+    """Of the processors' 3 busy seconds (idle and waiting are none) one and a half were ours."""
+    tick = os.sysconf("SC_CLK_TCK")
+    (tmp_path / "stat").write_text(f"cpu  {tick} 0 {tick} {50 * tick} {9 * tick} 0 0 {tick} 0 0\ncpu0 1 2 3\n")
+    monkeypatch.setattr(calibrate, "STAT", tmp_path / "stat")
+    monkeypatch.setattr(os, "times", lambda: os.times_result((1.0, 0.5, 7.0, 7.0, 7.0)))
+    assert calibrate.used_by_others() == pytest.approx(1.5)
+    monkeypatch.setattr(calibrate, "STAT", tmp_path / "none")
+    assert calibrate.used_by_others() == 0.0
+
+
+def test_a_slow_machine_is_measured_in_time(monkeypatch):
+    """Where everything takes longer than there is time for, the least is measured, once each."""
+    clock = [0.0]
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock[0])
+
+    def slow_step(bench, lengths):
+        return lambda: clock.__setitem__(0, clock[0] + 0.02 * sum(lengths))
+
+    monkeypatch.setattr(calibrate, "step_of", slow_step)
+    with opened("smolvlm") as prefiller:
+        steps = dict(calibrate._steps(bench_of(prefiller), 5.0))
+    assert list(steps) == [16, 64, 256]
+    assert clock[0] <= 0.02 * (3 * 16 + 64 + 256) + 0.01
 
 
 def test_a_strange_curve_does_not_make_tiny_steps():
