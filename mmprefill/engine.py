@@ -238,10 +238,12 @@ class AsyncPrefiller:
         encoded = await self._stores.encode(self._driver, active, plan, prepared)
         clock.lap("vision")
         run = partial(self._run_generic, prepared, encoded)
-        output = (await self._lanes.prefill.run(run)).take()
+        done = await self._lanes.prefill.run(run)
+        await done.landed()
+        output = done.take()
         clock.lap("prefill")
         return self._result(
-            prepared, plan, clock, output.positions, output.logits, output.cache, output.hidden,
+            prepared, plan, clock, output.places, output.logits, output.cache, output.hidden,
             route="generic", attention="model",
         )  # fmt: skip
 
@@ -263,7 +265,7 @@ class AsyncPrefiller:
         hidden = {layer: torch.cat(parts) for layer, parts in done.hidden.items()}
         sequence = done.sequence
         return self._result(
-            sequence.prepared, plan, clock, sequence.positions, torch.cat(done.logits), done.kv, hidden,
+            sequence.prepared, plan, clock, sequence.places, torch.cat(done.logits), done.kv, hidden,
             attention="spans" if sequence.rules else "causal",
         )  # fmt: skip
 
@@ -273,11 +275,11 @@ class AsyncPrefiller:
         entry = plan.match.entry
         assert entry.logits is not None
         assert entry.kv is not None
-        assert entry.positions is not None
+        assert entry.places is not None
         clock.lap("awaited")
         plan.tokens, plan.why = len(prepared.input_ids), "the whole prompt was prefilled before"
         return self._result(
-            prepared, plan, clock, entry.positions, entry.logits.clone(), entry.kv, {}, attention=entry.attention
+            prepared, plan, clock, entry.places, entry.logits.clone(), entry.kv, {}, attention=entry.attention
         )
 
     def _result(
@@ -296,7 +298,7 @@ class AsyncPrefiller:
         return PrefillResult(
             id=prepared.id,
             token_ids=prepared.input_ids,
-            positions=places.reshape(-1, places.shape[-1]).cpu(),
+            positions=places,
             next_position=positions.next_position(places),
             next_token_logits=logits[-1],
             emitted=emitted,
@@ -420,6 +422,7 @@ class AsyncPrefiller:
         while rest := asyncio.all_tasks() - {asyncio.current_task()} - self._driver.loops:
             await asyncio.gather(*rest, return_exceptions=True)
         self._driver.stop()
+        await self._loop.shutdown_default_executor()
 
     async def __aenter__(self) -> AsyncPrefiller:
         return self

@@ -44,6 +44,11 @@ class Encoded(Generic[T]):
                 tensor.record_stream(stream)  # else the allocator reuses it when its own stream is done with it
         return self.value
 
+    async def landed(self) -> None:
+        """Wait until the tensors are written, on a thread of the running loop: the loop itself goes on."""
+        if self.ready is not None:
+            await asyncio.to_thread(self.ready.synchronize)
+
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):

@@ -132,6 +132,7 @@ class Sequence:
     Attributes:
         embeds: [1, T, D].
         positions: [P, 1, T] or [1, T], int64.
+        places: the same as [P, T] in host memory, from the first step that has ended on.
         extras: further decoder arguments (deepstack, per-layer inputs), as the composite model made them.
         rules: attention masks that are not plain causal, by layer kind ("" for all layers), as transformers mask functions.
         edges: bool [T + 1]; edges[i] is true where a chunk may end before token i (host memory).
@@ -140,6 +141,7 @@ class Sequence:
     prepared: Prepared
     embeds: torch.Tensor
     positions: torch.Tensor
+    places: torch.Tensor
     extras: Mapping[str, Any] = field(default_factory=dict)
     rules: Mapping[str, MaskFunction] = field(default_factory=dict)
     edges: torch.Tensor | None = None

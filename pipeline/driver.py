@@ -29,8 +29,9 @@ from mmprefill.streams import Encoded, Lanes
 from mmprefill.trace import OFF, Recorder
 
 Work = Step | Encode
-# Turns of the loop from an encoder output to its owner's merge being queued: future, cache, gather, request.
-_TURNS = 8
+# Turns of the loop until an encoder output, or its failure, has gone all the way: future, cache, gather, request, and for
+# a failed request back again to its other pictures. Then its merge is queued, or they wait no more.
+_TURNS = 16
 
 
 @dataclass(eq=False)
@@ -91,6 +92,7 @@ class Driver:
         self._moving: set[Active] = set()
         self._wake = asyncio.Event()
         self._loops: list[asyncio.Task[None]] = []
+        self._landing: asyncio.Future[None] | None = None  # of the step that the device is at
         self._fatal: BaseException | None = None
         self.steps = 0
 
@@ -203,6 +205,8 @@ class Driver:
                     await self._wake.wait()
                 elif isinstance(work, Encode):
                     await self._splitting(work.pictures, self._encode, self._fail_picture)
+                    for _ in range(_TURNS):
+                        await asyncio.sleep(0)
                 else:
                     await self._splitting(work.takes, self._step, self._fail_take)
         except Exception as error:  # a mistake of ours: nobody shall wait for a loop that ended
@@ -230,8 +234,6 @@ class Driver:
             budget=self.batcher.patches(shared=self._shared),
             seconds=time.perf_counter() - started,
         )
-        for _ in range(_TURNS):
-            await asyncio.sleep(0)
 
     async def _step(self, takes: Seq[Take]) -> None:
         assert self._plan is not None
@@ -260,13 +262,27 @@ class Driver:
         # Whoever uses a result does so on the default stream: it waits for the step, and keeps the memory.
         Encoded([chunk.prefill for chunk in chunks if chunk.prefill.done], done.ready).take()
         for active, take in zip(actives, takes, strict=True):
-            self._advance(active, take.end)
+            active.job.done = take.end
+            for tell in active.on_progress:
+                tell()
+        await self._finish(done, [active for active in actives if active.job.remaining == 0])
 
-    def _advance(self, active: Active, end: int) -> None:
-        active.job.done = end
-        for tell in active.on_progress:
-            tell()
-        if end == active.job.tokens:
+    async def _finish(self, done: Encoded[None], actives: Seq[Active]) -> None:
+        """Wake those that are complete when the device is; no more than one step is launched ahead of it."""
+        before, self._landing = self._landing, None
+        if done.ready is not None:
+            self._landing = asyncio.ensure_future(self._land(done, actives))
+        else:
+            await self._land(done, actives)
+        if before is not None:
+            await before
+
+    async def _land(self, done: Encoded[None], actives: Seq[Active]) -> None:
+        try:
+            await done.landed()
+        except RuntimeError as error:  # what the device met while it ran; nothing can be said about any later step
+            self._die(error)
+        for active in actives:
             _resolve(active.finished, None)
 
     # Failures.

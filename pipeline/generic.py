@@ -27,13 +27,13 @@ class GenericOutput:
         cache: the model's cache, filled.
         logits: [1, V] of the last position, or [T, V] where asked; float32.
         hidden: wanted hidden states, layer -> [T, D].
-        positions: what the decoder received, [1, T] or [P, 1, T].
+        places: the positions that the decoder received, [P, T]; host memory.
     """
 
     cache: Any
     logits: Tensor
     hidden: dict[int, Tensor]
-    positions: Tensor
+    places: Tensor
 
 
 def run(family: Family, prepared: Prepared, encoded: Mapping[str, Any]) -> GenericOutput:
@@ -56,5 +56,5 @@ def run(family: Family, prepared: Prepared, encoded: Mapping[str, Any]) -> Gener
         cache=cache,
         logits=logits if request.all_logits else logits[-1:],
         hidden={layer: output.hidden_states[layer][0] for layer in request.hidden_states},
-        positions=positions,
+        places=positions.reshape(-1, positions.shape[-1]).cpu(),
     )

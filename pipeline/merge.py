@@ -91,6 +91,7 @@ def merge(family: Family, prepared: Prepared, encoded: Mapping[str, Any] | None)
         prepared=prepared,
         embeds=embeds,
         positions=positions,
+        places=positions.reshape(-1, positions.shape[-1]).to("cpu", non_blocking=True),
         extras=extras_of(family, got),
         rules=rules,
         edges=legal_edges(rules, embeds.shape[1], embeds.device) if rules else None,

@@ -81,7 +81,7 @@ class Entry:
         chain: its identity.
         kv: its rows; [0, kv.length) are there. None until it is merged.
         logits: [1, V] of its last token, once done.
-        positions: its positions, once done.
+        places: its positions [P, T] in host memory, once done.
         attention: see `PrefillResult.attention`.
         alive: False once it failed or was cancelled; rows that are there stay good.
     """
@@ -89,7 +89,7 @@ class Entry:
     chain: Chain
     kv: SequenceKV | None = None
     logits: Tensor | None = None
-    positions: Tensor | None = None
+    places: Tensor | None = None
     attention: str = "causal"
     alive: bool = True
     moved: asyncio.Event = field(default_factory=asyncio.Event)
@@ -164,10 +164,10 @@ class PrefixStore:
             self._blocks.setdefault(digest, entry)
         self._wholes.setdefault(entry.chain.whole, entry)
 
-    def finish(self, entry: Entry, logits: Tensor, positions: Tensor, attention: str) -> None:
+    def finish(self, entry: Entry, logits: Tensor, places: Tensor, attention: str) -> None:
         """A prompt is done: keep it within the limit."""
         assert entry.kv is not None
-        entry.logits, entry.positions, entry.attention = logits, positions, attention
+        entry.logits, entry.places, entry.attention = logits, places, attention
         entry.kv.shared = True  # also if it is not kept: whoever found it on its way holds it
         entry.advance()
         self._index(entry)  # again: an entry that it shared blocks with may be gone by now

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Coroutine, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +20,8 @@ from mmprefill.pipeline.prefill import Prefill
 from mmprefill.pipeline.prefix import Chain, Entry, Match, PrefixStore, Spot, chain_of
 from mmprefill.streams import Encoded
 from mmprefill.types import Prepared
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -157,7 +160,7 @@ class Stores:
     async def _encode_all(
         self, driver: Driver, active: Active, plan: Plan, items: Seq[Item], prepared: Prepared
     ) -> list[Encoded[Any]]:
-        return list(await asyncio.gather(*(self._encode(driver, active, plan, item, prepared) for item in items)))
+        return await _together(self._encode(driver, active, plan, item, prepared) for item in items)
 
     async def _encode(self, driver: Driver, active: Active, plan: Plan, item: Item, prepared: Prepared) -> Encoded[Any]:
         key = item.key + prepared.request.salt.encode()
@@ -169,9 +172,21 @@ class Stores:
         """The request is done: keep its KV for later ones."""
         if plan.entry is not None:
             attention = "spans" if prefill.sequence.rules else "causal"
-            self.prefix.finish(plan.entry, prefill.logits[-1][-1:].clone(), prefill.sequence.positions, attention)
+            self.prefix.finish(plan.entry, prefill.logits[-1][-1:].clone(), prefill.sequence.places, attention)
 
     def leave(self, plan: Plan) -> None:
         """The request ended, well or not; nobody waits for it any longer."""
         if plan.entry is not None:
             self.prefix.fail(plan.entry)
+
+
+async def _together(encodings: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order; if one fails, or the request is cancelled, the others are gone before this returns."""
+    tasks = [asyncio.ensure_future(each) for each in encodings]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        if rest := [task for task in tasks if not task.done()]:
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)

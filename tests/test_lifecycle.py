@@ -12,6 +12,7 @@ from mmprefill import AsyncPrefiller, PrefillConfig, Request
 from mmprefill.errors import DeadlineError, EngineClosedError, OutOfMemoryError, RequestError
 from mmprefill.pipeline import driver, prefill
 from mmprefill.results import PrefillResult
+from mmprefill.streams import Encoded
 
 
 @pytest.fixture
@@ -249,3 +250,62 @@ def test_text_starts_before_the_pictures(engine, monkeypatch):
     asyncio.run(engine.prefill(message(2), reuse=False))
     assert first == ["encode", "run_step"]
     assert order == ["run_step", "encode", "run_step"]
+
+
+class SlowEvent:
+    """Stands for a CUDA event: the host is ahead of the device, which ends its work when the test says so."""
+
+    def __init__(self, gate):
+        self.gate = gate
+
+    def synchronize(self):
+        assert self.gate.wait(20)
+        if isinstance(self.gate.error, Exception):
+            raise self.gate.error
+
+
+@pytest.fixture
+def behind(engine, monkeypatch):
+    """The engine on a device that lags behind what is launched on it, until the gate is opened."""
+    gate, original = threading.Event(), engine._lanes.prefill.run
+    gate.error = None
+
+    async def run(function, *args):
+        done = await original(function, *args)
+        launched = "run_step" in getattr(function, "__qualname__", "") or function is driver.run_step
+        return Encoded(done.value, SlowEvent(gate)) if launched else done
+
+    monkeypatch.setattr(engine._lanes.prefill, "run", run)
+    monkeypatch.setattr(Encoded, "take", lambda self: self.value)
+    yield gate
+    gate.set()
+
+
+def test_a_result_is_given_when_the_device_has_it(engine, behind):
+    """Launching is not finishing; the engine's loop goes on meanwhile, and launches one step ahead, no more."""
+    first = engine.start(Request(prompt="first", reuse=False))
+    wait_for(lambda: engine._driver.steps == 1)
+    rest = [engine.start(request) for request in texts(3)]
+    engine.submit(asyncio.sleep(0.1)).result(5)  # the loop is not held up
+    assert not first.done()
+    assert engine._driver.steps == 2
+    behind.set()
+    assert all(isinstance(each.result(20), PrefillResult) for each in [first, *rest])
+
+
+def test_an_error_of_the_device_fails_everyone(engine, behind):
+    """What a device reports after the launch reaches every waiter."""
+    behind.error = torch.AcceleratorError("device-side assert")
+    waiting = [engine.start(request) for request in texts(2)]
+    wait_for(lambda: engine._driver.steps == 1)
+    behind.set()
+    for each in waiting:
+        with pytest.raises(EngineClosedError, match="device-side assert"):
+            each.result(20)
+
+
+def wait_for(condition, seconds=20.0):
+    ends = time.perf_counter() + seconds
+    while not condition():
+        assert time.perf_counter() < ends
+        time.sleep(0.002)

@@ -370,3 +370,30 @@ def test_chains():
     assert others[0].blocks == chain.blocks
     assert others[1].blocks[0] == chain.blocks[0] != others[4].blocks[0]
     assert PrefixStore(0).match(chain) is None
+
+
+def test_a_broken_picture_takes_its_neighbours_along(monkeypatch):
+    """When one picture of a request fails, those of its others that nobody else shows are not encoded any more."""
+    from mmprefill.encoders import vision
+
+    calls, original = [], vision.encode
+
+    def fragile(family, batch):
+        calls.extend(batch)
+        if all((item.tensors["pixel_values"] < -0.99).all() for item in batch):
+            raise RuntimeError("the tower broke")
+        return original(family, batch)
+
+    monkeypatch.setattr(vision, "encode", fragile)
+    with open_prefiller("smolvlm", vision_patches=1) as prefiller:
+        engine, pictures = prefiller._engine, [checkpoints.picture(i) for i in range(6)]
+        pictures[0] = pictures[0].point(lambda _: 0)
+        prefiller.session.lane.submit(time.sleep, 0.3)
+        broken, sharing = prefiller.prefill_many(
+            [Request(prompt="all six", images=pictures), Request(prompt="the last", images=pictures[-1:])]
+        )
+        assert isinstance(broken, RuntimeError)
+        assert sharing.next_token_logits.isfinite().all()
+        assert len(calls) == 2
+        assert not engine._stores.encoder._flying
+        assert not engine._driver._tower
