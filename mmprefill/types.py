@@ -51,6 +51,7 @@ class Request:
         deadline: seconds after which it fails with `DeadlineError`, whatever stage it is in.
         reuse: whether KV of earlier prompts may be used for it, and its own for later ones.
         salt: keeps its KV and pictures apart from those of requests with another salt (a tenant's name, say).
+        chunk_tokens: most tokens of it in one step; None leaves it to `PrefillConfig`, whose own bound holds too.
     """
 
     prompt: str | Rendered | None = None
@@ -65,6 +66,7 @@ class Request:
     deadline: float | None = None
     reuse: bool = True
     salt: str = ""
+    chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in ("prompt", "messages", "input_ids") if getattr(self, name) is not None]
@@ -78,6 +80,9 @@ class Request:
             raise ValueError(f"request {self.id!r}: deadline must be seconds or None, got {self.deadline!r}")
         if not isinstance(self.salt, str):
             raise ValueError(f"request {self.id!r}: salt must be a string, got {type(self.salt).__name__}")
+        chunk = self.chunk_tokens
+        if chunk is not None and not (isinstance(chunk, Integral) and chunk > 0):
+            raise ValueError(f"request {self.id!r}: chunk_tokens must be a positive integer or None, got {chunk!r}")
         layers = self.hidden_states
         if not isinstance(layers, Iterable) or not all(isinstance(layer, Integral) for layer in layers):
             raise ValueError(f"request {self.id!r}: hidden_states must be layer numbers, as (-1,), got {layers!r}")

@@ -50,6 +50,7 @@ class Job:
         ready: tokens that may be prefilled now, i.e. up to the first picture or prefix that is not there yet.
         done: tokens prefilled, or taken from a stored prefix.
         running: a chunk of it is in a step at this moment.
+        chunk: most tokens of it in a step, where it has a bound of its own.
         legal_end: where a chunk may end; never inside a two-way span.
     """
 
@@ -61,6 +62,7 @@ class Job:
     ready: int = 0
     done: int = 0
     running: bool = False
+    chunk: int | None = None
     legal_end: LegalEnd = anywhere
     number: int = field(default_factory=lambda: next(_numbers))
 
@@ -221,7 +223,7 @@ class Batcher:
 
     def _end(self, job: Job, left: int) -> int:
         """Where the job's next chunk ends: at the budget if it may, else at the next legal place that is ready."""
-        room = max(1, min(left, self.chunk_tokens or left))
+        room = max(1, min(left, self.chunk_tokens or left, job.chunk or left))
         end = job.legal_end(job.done, min(job.done + room, job.ready))
         return end if end <= job.ready else job.done
 

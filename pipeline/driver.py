@@ -149,14 +149,17 @@ class Driver:
         job = active.job
         job.done, job.ready = active.prefill.kv.length, job.tokens
         job.legal_end = active.prefill.sequence.legal_end
+        job.chunk = active.prefill.sequence.prepared.request.chunk_tokens
         self._moving.discard(active)
         self.wake()
         await active.finished
 
     async def prefill_early(self, active: Active, merge: Callable[[], Prefill | None]) -> None:
         """Let the decoder start on a beginning of the prompt, in its turn, while the tower works on the rest."""
-        active.prefill = (await self._lanes.text.run(merge)).take()
+        begin = self._trace.timed("text", "merge the text", merge, request=active.id)
+        active.prefill = (await self._lanes.text.run(begin)).take()
         if active.prefill is not None:
+            active.job.chunk = active.prefill.sequence.prepared.request.chunk_tokens
             active.job.ready = active.prefill.sequence.length
             self.wake()
 
@@ -219,7 +222,10 @@ class Driver:
         for picture, _ in waiting:
             picture.running = True
         patches, started = sum(picture.patches for picture, _ in waiting), time.perf_counter()
-        encode = self._trace.timed("vision", "encode", vision.encode, pictures=len(waiting), patches=patches)
+        ids = [self._active[job].id for job, picture in pictures if picture in self._tower and job in self._active]
+        encode = self._trace.timed(
+            "vision", "encode", vision.encode, requests=ids, pictures=len(waiting), patches=patches
+        )
         try:
             encoded = await self._lanes.vision.run(encode, self._family, [each.inputs for _, each in waiting])
         except BaseException:
