@@ -78,6 +78,8 @@ class PrefillConfig:
         encoder_bytes: encoder outputs kept for pictures that come back; 0 keeps none.
         prefix_bytes: KV kept for prompts that share a beginning; 0 keeps none.
         max_tokens: most prompt tokens of one request; None takes the model's context.
+        pack_weights: on a CPU, large linear layers keep their weights in oneDNN's layout, in place of the plain ones. The
+            model is the bundle's: engines that share it share this.
     """
 
     media: MediaLimits = field(default_factory=MediaLimits)
@@ -93,6 +95,7 @@ class PrefillConfig:
     encoder_bytes: int = 256 * 2**20
     prefix_bytes: int = 512 * 2**20
     max_tokens: int | None = None
+    pack_weights: bool = True
 
     def __post_init__(self) -> None:
         _check_positive(self, "early_tokens", "intake_threads", "max_waiting", "ageing")

@@ -31,13 +31,14 @@ from mmprefill.encoders.text import Intake
 from mmprefill.errors import DeadlineError, EngineClosedError, RequestError
 from mmprefill.metrics import SILENT, Observer, guarded
 from mmprefill.models import ModelBundle, load
-from mmprefill.pipeline import batcher, calibrate, decode, generic, memory, merge, positions
+from mmprefill.pipeline import batcher, calibrate, decode, generic, linear, memory, merge, positions
 from mmprefill.pipeline.driver import Active, Driver
 from mmprefill.pipeline.prefill import Prefill
 from mmprefill.pipeline.prefix import adopt
 from mmprefill.pipeline.probe import choose_route
 from mmprefill.pipeline.reuse import Plan, Stores
 from mmprefill.results import PrefillResult, Progress, Session
+from mmprefill.scoring import score_together
 from mmprefill.streams import Encoded, Lanes, keep_to_one_core
 from mmprefill.trace import OFF, Recorder
 from mmprefill.types import Choice, Generation, Prepared, Rendered, Request, Reuse
@@ -74,6 +75,8 @@ class AsyncPrefiller:
         self._lanes = Lanes.on(self.family.device, bundle.lock)
         route = self._lanes.prefill.call(choose_route, self.family)
         self._lanes.prefill.call(tower_attention.install, self.family.base, self.family.decoder)
+        if self.config.pack_weights:
+            self._lanes.prefill.call(linear.pack, bundle.model)
         self.session = Session(bundle, self.family, route, self._lanes.prefill)
         self.intake = Intake(bundle.processor, self.family.placeholders, self.config, bundle.context)
         self._host = ThreadPoolExecutor(
@@ -360,6 +363,11 @@ class AsyncPrefiller:
         result = await self.prefill(prompt, **fields)
         return await asyncio.to_thread(result.score, choices)
 
+    async def score_many(self, requests: Iterable[Any], choices: Seq[str]) -> list[list[Choice] | BaseException]:
+        """Prefill requests together and score the choices after them together; equal to each alone."""
+        outcomes = await self.prefill_many(requests)
+        return await asyncio.to_thread(self.score_results, outcomes, choices)
+
     async def embed(self, prompt: Any, *, pooling: str | None = "last", layer: int = -1, **fields: Any) -> Tensor:
         """Hidden states of a layer: pooled to [D] ("last", "mean"), or [T, D] with pooling=None."""
         result = await self.prefill(prompt, hidden_states=(layer,), **fields)
@@ -392,6 +400,12 @@ class AsyncPrefiller:
             )
             texts = iter([Generation(tuple(each), self.session.text(each)) for each in ids])
         return [next(texts) if isinstance(each, PrefillResult) else each for each in outcomes]
+
+    def score_results(self, outcomes: Seq[Outcome], choices: Seq[str]) -> list[list[Choice] | BaseException]:
+        """Score choices after results together; exceptions among them stay where they are. Blocks."""
+        good = [each for each in outcomes if isinstance(each, PrefillResult)]
+        scores = iter(score_together(good, choices))
+        return [next(scores) if isinstance(each, PrefillResult) else each for each in outcomes]
 
     def resume(self, source: Any) -> PrefillResult:
         """An artefact (its path, or the handle of `mmprefill.load`) as a result again; nothing is recomputed."""

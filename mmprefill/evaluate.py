@@ -17,6 +17,7 @@ import torch
 
 from mmprefill.answers import is_right
 from mmprefill.errors import RequestError
+from mmprefill.pipeline.linear import unpacked
 from mmprefill.prefiller import Prefiller
 from mmprefill.types import Generation, Request
 
@@ -111,7 +112,8 @@ def _generate(model: Any, inputs: dict[str, torch.Tensor], new_tokens: int) -> t
     placed = {
         k: v.to(model.device, dtype if v.is_floating_point() else None) for k, v in inputs.items() if k != "labels"
     }
-    sequences = model.generate(**placed, do_sample=False, max_new_tokens=new_tokens)
+    with unpacked(model):
+        sequences = model.generate(**placed, do_sample=False, max_new_tokens=new_tokens)
     return tuple(sequences[0, inputs["input_ids"].shape[1] :].tolist())
 
 

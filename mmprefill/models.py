@@ -49,7 +49,9 @@ class ModelBundle:
     def fingerprint(self) -> str:
         """Digest of the loaded weights (names, shapes, dtypes and values), hex."""
         digest = hashlib.sha256()  # 2.4x blake2b on processors with SHA instructions
-        for name, tensor in sorted(self.model.state_dict().items()):
+        # keep_vars: packed weights as they are, plain again one at a time
+        for name, tensor in sorted(self.model.state_dict(keep_vars=True).items()):
+            tensor = tensor.to_dense() if tensor.is_mkldnn else tensor
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()

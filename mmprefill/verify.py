@@ -22,6 +22,7 @@ from transformers import DynamicCache
 from mmprefill.config import PrefillConfig
 from mmprefill.errors import RequestError
 from mmprefill.models import ModelBundle
+from mmprefill.pipeline.linear import unpacked
 from mmprefill.prefiller import Prefiller
 from mmprefill.results import PrefillResult, unwrap
 from mmprefill.types import Prepared, Request
@@ -317,7 +318,7 @@ def _same_beginning(request: Request) -> Request:
 
 @contextmanager
 def attention(model: Any, implementation: str) -> Iterator[None]:
-    """Within the block every part of the model uses a stock attention; nothing else may run on the model meanwhile."""
+    """Within the block the model is stock: its attention, its linear layers. Nothing else may run on it meanwhile."""
     configs = {
         id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
     }
@@ -326,7 +327,8 @@ def attention(model: Any, implementation: str) -> Iterator[None]:
     try:
         for config in configs.values():
             config._attn_implementation = wanted
-        yield
+        with unpacked(model):
+            yield
     finally:
         for key, config in configs.items():
             config._attn_implementation = before[key]

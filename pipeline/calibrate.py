@@ -30,6 +30,7 @@ from mmprefill.errors import RequestError
 from mmprefill.pipeline import generic, merge
 from mmprefill.pipeline.costs import Costs, Curve
 from mmprefill.pipeline.kv_cache import LayerPlan, SequenceKV, StepCache
+from mmprefill.pipeline.linear import PackedLinear
 from mmprefill.pipeline.prefill import _pieces, forward, text_arguments
 from mmprefill.types import Request
 
@@ -109,6 +110,7 @@ def key_of(family: Family) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "model": f"{family.name} {shapes.hexdigest()}",
         "dtype": str(family.dtype),
+        "packed": any(isinstance(module, PackedLinear) for module in family.model.modules()),
     }
 
 

@@ -65,7 +65,10 @@ def footprint(bench: Bench) -> Footprint:
     if bench.plan is None:
         raise ValueError(f"{bench.family.name} takes the generic path: its cache is its own, and no budgets apply")
     model = bench.family.model
-    weights = {t.data_ptr(): t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()]}
+    weights = {
+        id(t) if t.is_mkldnn else t.data_ptr(): t.numel() * t.element_size()
+        for t in [*model.parameters(), *model.buffers()]
+    }
     return Footprint(
         weights=sum(weights.values()),
         layers=tuple(_layers(bench)),

@@ -1,0 +1,218 @@
+"""Linear layers on a CPU: weights packed once for oneDNN, activations computed inside the multiplication.
+
+torch's own linear reorders a bf16 weight in every call, and takes MKL for fp32. Packed at load the same multiplication
+runs up to 1.25x as fast from a hundred rows up, twice as fast at sixteen, and what comes out of it is activated before
+it leaves the registers. A packed layer keeps its place, name and hooks in the stock model; its parameter holds the
+packed weight, which replaces the plain one, and its state dict gives the plain one back.
+
+Projections that share an input are not joined: at 90 rows it would save a sixth of the small ones, at the sizes of
+steps nothing. Nor are residuals added inside: at 1,024 rows that saves nothing either.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+FEWEST = 2**16  # weights in a layer worth packing: below, the call itself is what takes the time
+Activation = tuple[str, str]  # oneDNN's name, and which algorithm
+PLAIN: Activation = ("none", "")
+_KNOWN: dict[Activation, Callable[[Tensor], Tensor]] = {
+    ("gelu", "none"): F.gelu,
+    ("gelu", "tanh"): partial(F.gelu, approximate="tanh"),
+    ("swish", ""): F.silu,
+    ("relu", ""): F.relu,
+}
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer of a stock model after `pack`, for inference: `weight` is a parameter in oneDNN's own layout."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] -> [..., out]; what needs gradients, or comes in another dtype, takes torch's own way."""
+        return multiply(self, input)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            destination[prefix + "weight"] = self.weight.to_dense()
+
+    def _load_from_state_dict(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("this layer's weight is packed; load weights before an engine is made, or unpack the model")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
+        plain = nn.Linear.__new__(nn.Linear)
+        plain.__dict__ = {**self.__dict__, "_parameters": {**self._parameters, "weight": _plain(self)}}
+        return copy.deepcopy(plain, memo)
+
+
+def multiply(layer: nn.Linear, input: Tensor, activation: Activation = PLAIN) -> Tensor:
+    """A packed layer on an input [..., in], activated."""
+    if _foreign(layer, input):
+        made = F.linear(input, layer.weight.to_dense(), layer.bias)
+        return made if activation == PLAIN else _KNOWN[activation](made)
+    name, algorithm = activation
+    made: Tensor = torch.ops.mkldnn._linear_pointwise.default(input, layer.weight, layer.bias, name, [], algorithm)
+    return made
+
+
+def _multiply_by(layer: nn.Linear, input: Tensor, factor: Tensor) -> Tensor:
+    """A packed layer on an input, times a factor of the output's shape."""
+    if _foreign(layer, input):
+        return F.linear(input, layer.weight.to_dense(), layer.bias) * factor
+    made: Tensor = torch.ops.mkldnn._linear_pointwise.binary(input, factor, layer.weight, layer.bias, "mul")
+    return made
+
+
+def _foreign(layer: nn.Linear, input: Tensor) -> bool:
+    return input.dtype != layer.weight.dtype or (input.requires_grad and torch.is_grad_enabled())
+
+
+def pack(model: nn.Module) -> int:
+    """Pack every linear layer that is large, plain, frozen and in evaluation mode; fuse MLPs made of such layers.
+
+    Left alone: subclasses and adapters, layers with hooks or parametrisations, weights that something else shares (tied
+    embeddings), other devices and dtypes than CPU and bf16 or fp32. A model can be packed twice without harm.
+
+    Returns:
+        How many layers were packed now.
+    """
+    owners = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
+    layers = [each for each in model.modules() if _packable(each) and owners[id(each.weight)] == 1]
+    fusable: dict[Any, bool] = {}
+    for mlp in [module for module in model.modules() if set(module.children()) & set(layers)]:
+        _fuse(mlp, layers, fusable)
+    for layer in layers:
+        _set(layer, PackedLinear, torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach()))
+    return len(layers)
+
+
+def unpack(model: nn.Module) -> list[nn.Module]:
+    """Give every packed layer and every fused MLP of a model its plain form; returns what was changed."""
+    changed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    for layer in changed:
+        _set(layer, nn.Linear, layer.weight.to_dense())
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), _Fused):
+            del module.forward
+    return changed
+
+
+@contextmanager
+def unpacked(model: nn.Module) -> Iterator[None]:
+    """Within the block the model is as it was loaded."""
+    changed = unpack(model)
+    try:
+        yield
+    finally:
+        if changed:
+            pack(model)
+
+
+def _set(layer: nn.Linear, kind: type[nn.Linear], weight: Tensor) -> None:
+    layer.__class__ = kind
+    layer._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+
+
+def _plain(layer: nn.Linear) -> nn.Parameter:
+    return nn.Parameter(layer.weight.to_dense(), requires_grad=False)
+
+
+def _packable(module: nn.Module) -> bool:
+    if type(module) is not nn.Linear or module.training or "forward" in vars(module) or _hooked(module):
+        return False
+    weight = module.weight
+    frozen = not weight.requires_grad and (module.bias is None or not module.bias.requires_grad)
+    return frozen and weight.device.type == "cpu" and weight.numel() >= FEWEST and _served(weight.dtype)
+
+
+def _served(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+def _hooked(module: nn.Module) -> bool:
+    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return any(getattr(module, name, None) for name in hooks)
+
+
+# MLPs: act(first(x)) into last, or act(gate(x)) * up(x) into down.
+
+
+class _Fused:
+    """Stands in for an MLP's `forward` as long as its layers are what they were."""
+
+    def __init__(self, mlp: nn.Module, names: Seq[str], activation: Activation) -> None:
+        self.mlp, self.names, self.activation = mlp, names, activation
+
+    def __call__(self, input: Tensor) -> Any:
+        first, *up, last = (self.mlp._modules[name] for name in self.names)
+        if any(type(layer) is not PackedLinear or _hooked(layer) for layer in (first, *up)):
+            return type(self.mlp).forward(self.mlp, input)
+        hidden = multiply(first, input, self.activation)
+        for layer in up:
+            hidden = _multiply_by(layer, input, hidden)
+        return last(hidden)
+
+
+def _fuse(mlp: nn.Module, packable: Collection[nn.Module], fusable: dict[Any, bool]) -> None:
+    """Replace the forward of a module that is one of the two kinds, as its own forward on random input shows."""
+    if _hooked(mlp) or "forward" in vars(mlp):
+        return
+    names = [name for name, child in mlp.named_children() if isinstance(child, nn.Linear)]
+    others = [c for c in mlp.children() if not isinstance(c, (nn.Linear, nn.Dropout, nn.Identity))]
+    if not (2 <= len(names) <= 3 and len(others) == 1 and all(mlp._modules[name] in packable for name in names)):
+        return
+    activation = _known(others[0])
+    if activation is None:
+        return
+    kind = type(mlp), tuple(names), activation
+    if kind not in fusable:
+        fusable[kind] = _same(mlp, names, activation)
+    if fusable[kind]:
+        mlp.forward = _Fused(mlp, names, activation)  # type: ignore[method-assign]
+
+
+# What a module of another kind says to the probe.
+_NOT_LIKE_IT = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
+
+
+@torch.no_grad()
+def _known(module: nn.Module) -> Activation | None:
+    """Which of oneDNN's activations a module computes."""
+    line = torch.linspace(-8, 8, 257)
+    try:
+        made = module(line)
+        same = (name for name, known in _KNOWN.items() if (made - known(line)).abs().max() < 1e-6)
+        return next(same, None)
+    except _NOT_LIKE_IT:
+        return None
+
+
+@torch.no_grad()
+def _same(mlp: nn.Module, names: Seq[str], activation: Activation) -> bool:
+    twin = copy.deepcopy(mlp).float()
+    first, *up, last = (twin._modules[name] for name in names)
+    assert first is not None
+    assert last is not None
+    try:
+        input = torch.randn(1, 2, first.in_features, generator=torch.Generator().manual_seed(0))  # type: ignore[call-overload]
+        hidden = _KNOWN[activation](first(input))
+        for layer in up:
+            assert layer is not None
+            hidden = hidden * layer(input)
+        return bool(torch.allclose(twin(input), last(hidden), rtol=1e-4, atol=1e-5))
+    except _NOT_LIKE_IT:
+        return False

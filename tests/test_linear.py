@@ -1,0 +1,155 @@
+"""Packed linear layers compute what the stock ones do, and leave alone what they are not made for."""
+
+import copy
+
+import checkpoints
+import pytest
+import torch
+from test_parity import EVERY, FRESH, plain, prepared_requests
+from torch import nn
+
+from mmprefill import PrefillConfig, Prefiller
+from mmprefill.models import load
+from mmprefill.pipeline import linear
+from mmprefill.results import unwrap
+
+if not torch.backends.mkldnn.is_available():
+    pytest.skip("no oneDNN", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    """Tiny checkpoints have tiny layers."""
+    monkeypatch.setattr(linear, "FEWEST", 0)
+
+
+class Mlp(nn.Module):
+    """transformers' two kinds."""
+
+    def __init__(self, activation, gated):
+        super().__init__()
+        self.gated = gated
+        self.first, self.second = nn.Linear(24, 40), nn.Linear(24 if gated else 40, 40 if gated else 24)
+        self.last = nn.Linear(40, 24) if gated else nn.Identity()
+        self.act = activation
+
+    def forward(self, x):
+        hidden = self.act(self.first(x))
+        return self.last(hidden * self.second(x)) if self.gated else self.second(hidden)
+
+
+class Unlike(Mlp):
+    """Looks like one of them."""
+
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def frozen(module, dtype=torch.float32):
+    return module.eval().requires_grad_(False).to(dtype)
+
+
+ACTIVATIONS = [nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.ReLU()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_an_mlp_is_fused_and_equal(activation, gated, dtype):
+    """Against double precision a fused MLP errs by no more than the plain one does, give or take a tenth."""
+    torch.manual_seed(0)
+    mlp, x = frozen(Mlp(activation, gated), dtype), torch.randn(2, 5, 24, dtype=dtype)
+    wanted, exact = mlp(x), frozen(Mlp(activation, gated), torch.float64)
+    exact.load_state_dict(mlp.state_dict())
+    assert linear.pack(mlp) == 2 + gated
+    assert "forward" in vars(mlp)
+    error = (mlp(x).double() - exact(x.double())).abs().max()
+    assert error <= 1.1 * (wanted.double() - exact(x.double())).abs().max() + (1e-6 if dtype == torch.float32 else 0.01)
+
+
+def test_what_only_looks_like_an_mlp_is_not_fused():
+    for mlp in (frozen(Unlike(nn.GELU(), True)), frozen(Mlp(nn.Hardswish(), False))):
+        x = torch.randn(3, 24)
+        wanted = mlp(x)
+        assert linear.pack(mlp)
+        assert "forward" not in vars(mlp)
+        assert torch.allclose(mlp(x), wanted, atol=1e-6)
+
+
+def test_what_is_left_alone():
+    """Shared, trainable, training, hooked, adapted, small."""
+
+    class Adapter(nn.Linear):
+        pass
+
+    shared = nn.Embedding(8, 8)
+    tied = nn.Linear(8, 8)
+    tied.weight = shared.weight
+    trainable, training, hooked, adapter = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), Adapter(8, 8)
+    hooked.register_forward_hook(lambda *_: None)
+    model = frozen(nn.ModuleList([shared, tied, training, hooked, adapter, nn.Linear(8, 8).half(), trainable]))
+    model[5].half()
+    training.train()
+    trainable.requires_grad_(True)
+    assert linear.pack(model) == 0
+    linear.FEWEST = 65
+    assert linear.pack(frozen(nn.Linear(8, 8))) == 0
+
+
+def test_packed_layers_keep_what_a_module_promises():
+    """State dict, deep copies, hooks put on later, other dtypes and gradients."""
+    torch.manual_seed(0)
+    mlp, x = frozen(Mlp(nn.GELU(), True)), torch.randn(3, 24)
+    before, wanted = {name: t.clone() for name, t in mlp.state_dict().items()}, mlp(x)
+    linear.pack(mlp)
+    assert not linear.pack(mlp)
+    assert all(torch.equal(t, before[name]) for name, t in mlp.state_dict().items())
+    assert torch.allclose(copy.deepcopy(mlp)(x), wanted, atol=1e-6)
+    seen = []
+    handle = mlp.first.register_forward_hook(lambda *_: seen.append(1))
+    assert torch.allclose(mlp(x), wanted, atol=1e-6)
+    assert seen
+    handle.remove()
+    asked = x.clone().requires_grad_(True)
+    mlp(asked).sum().backward()
+    assert asked.grad is not None
+    assert mlp.last(torch.randn(2, 40, dtype=torch.float32)).dtype == torch.float32
+    with pytest.raises(RuntimeError, match="packed"):
+        mlp.load_state_dict(before)
+    with linear.unpacked(mlp):
+        assert type(mlp.first) is nn.Linear
+        assert torch.equal(mlp(x), wanted)
+    assert type(mlp.first) is linear.PackedLinear
+    mlp.first = frozen(nn.Linear(24, 40))  # an adapter put in its place is used
+    assert not torch.allclose(mlp(x), wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", EVERY)
+def test_every_family_packed_equals_stock(family, dtype):
+    """Weights packed: KV and logits of every family as from the stock model."""
+    with (
+        checkpoints.quiet(),
+        Prefiller.from_pretrained(checkpoints.cached(family), dtype=dtype, config=FRESH) as prefiller,
+    ):
+        model = prefiller.session.family.model
+        assert any(isinstance(module, linear.PackedLinear) for module in model.modules())
+        requests = prepared_requests(prefiller)
+        results = [unwrap(outcome) for outcome in prefiller.prefill_many(requests)]
+        for request, result in zip(requests, results, strict=True):
+            wanted = plain(prefiller, request, 1)
+            worst = float((result.next_token_logits - wanted.logits).abs().max())
+            assert worst <= (1e-4 if dtype == "fp32" else 0.25), worst
+
+
+def test_weights_have_one_digest_and_can_be_saved(tmp_path):
+    """Packed or not: the same fingerprint, and the same checkpoint on disk."""
+    with checkpoints.quiet():
+        bundle, fresh = (load(checkpoints.cached("smolvlm"), device="cpu") for _ in range(2))
+        with Prefiller(bundle, PrefillConfig(pack_weights=False)):
+            assert not any(isinstance(module, linear.PackedLinear) for module in bundle.model.modules())
+        with Prefiller(bundle):
+            assert bundle.fingerprint == fresh.fingerprint
+            bundle.model.save_pretrained(tmp_path)
+            bundle.processor.save_pretrained(tmp_path)
+        assert load(tmp_path, device="cpu").fingerprint == fresh.fingerprint
