@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +20,8 @@ from mmprefill.job_rows import Row
 from mmprefill.job_settings import JobSettings, extra
 from mmprefill.job_state import part_name, write_whole
 from mmprefill.prefiller import Prefiller
-from mmprefill.results import PrefillResult, unwrap
-from mmprefill.types import Generation
+from mmprefill.results import PrefillResult
+from mmprefill.types import Choice
 
 Record = dict[str, Any]
 Outcome = PrefillResult | BaseException
@@ -83,16 +84,17 @@ class Output:
     def serve(self, start: int, number: int, rows: Seq[Row], outcomes: Seq[Outcome]) -> Served:
         """Everything that is wanted of a group of a part; a row that cannot be emitted fails alone."""
         served, tensors = Served(), dict[str, Tensor]()
-        texts = self._texts(outcomes)
-        for row, outcome, text in zip(rows, outcomes, texts, strict=True):
+        made = zip(self._texts(outcomes), self._scores(outcomes), strict=True)
+        for row, outcome, (text, scores) in zip(rows, outcomes, made, strict=True):
             if isinstance(outcome, BaseException):
                 served.errors.append(failure(row, outcome))
                 continue
             try:
-                if isinstance(text, BaseException):
-                    raise text
+                for each in (text, scores):
+                    if isinstance(each, BaseException):
+                        raise each
                 record = {"index": row.index, "id": row.id, "prompt_tokens": len(outcome.token_ids)}
-                record |= self._small(outcome) | ({"text": text} if "text" in self._settings.emit else {})
+                record |= self._small(outcome, scores) | ({"text": text} if "text" in self._settings.emit else {})
                 mine = self._large(outcome)
                 if "kv" in self._settings.emit:
                     served.files.append(self._save_kv(start, row, outcome))
@@ -113,24 +115,24 @@ class Output:
         if "text" not in self._settings.emit:
             return [None] * len(outcomes)
         most = self._settings.max_new_tokens
-        try:
-            found = self._prefiller.decode_many(outcomes, most)
-        except Exception as error:
-            if is_fatal(error):
-                raise
-            found = [self._decoded_alone(each, most) for each in outcomes]
+        found = self._together(outcomes, lambda them: self._prefiller.decode_many(them, most))
         return [each if isinstance(each, BaseException) else each.text for each in found]
 
-    def _decoded_alone(self, outcome: Outcome, most: int) -> Generation | BaseException:
-        """What could not be decoded together, so that only the row that is at fault fails."""
+    def _scores(self, outcomes: Seq[Outcome]) -> list[Any]:
+        if "scores" not in self._settings.emit:
+            return [None] * len(outcomes)
+        return self._together(outcomes, lambda them: self._prefiller.score_results(them, self._settings.choices))
+
+    def _together(self, outcomes: Seq[Outcome], make: Callable[[Seq[Outcome]], Seq[Any]]) -> Seq[Any]:
+        """What is made of all at once; what cannot be is made one by one, so that only the row that is at fault fails."""
         try:
-            return unwrap(outcome).generate(most)
+            return make(outcomes)
         except Exception as error:
             if is_fatal(error):
                 raise
-            return error
+            return [error] if len(outcomes) == 1 else [self._together([each], make)[0] for each in outcomes]
 
-    def _small(self, result: PrefillResult) -> Record:
+    def _small(self, result: PrefillResult, choices: Seq[Choice]) -> Record:
         """Columns of the table."""
         s, record = self._settings, Record()
         if "topk" in s.emit:
@@ -139,7 +141,7 @@ class Output:
             record["top_tokens"] = [each.text for each in best]
             record["top_logprobs"] = [each.logprob for each in best]
         if "scores" in s.emit:
-            scores = [each.logprob for each in result.score(s.choices)]
+            scores = [each.logprob for each in choices]
             record["scores"] = scores
             record["best"] = s.choices[max(range(len(scores)), key=scores.__getitem__)]
         if "embeddings" in s.emit and s.pooling != "none":

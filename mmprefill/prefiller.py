@@ -125,6 +125,14 @@ class Prefiller:
         """Decode results together, greedily; exceptions among them stay where they are."""
         return self._engine.decode_many(outcomes, max_new_tokens)
 
+    def score_many(self, requests: Iterable[Any], choices: Seq[str]) -> list[list[Choice] | BaseException]:
+        """Prefill requests together and score the choices after them together; equal to each alone."""
+        return self._wait(self._engine.score_many(requests, choices))
+
+    def score_results(self, outcomes: Seq[Outcome], choices: Seq[str]) -> list[list[Choice] | BaseException]:
+        """Score choices after results together; exceptions among them stay where they are."""
+        return self._engine.score_results(outcomes, choices)
+
     def resume(self, source: Any) -> PrefillResult:
         """An artefact (its path, or the handle of `mmprefill.load`) as a result again; nothing is recomputed."""
         return self._engine.resume(source)

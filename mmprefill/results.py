@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from mmprefill.models import ModelBundle
 from mmprefill.pipeline import decode
 from mmprefill.pipeline.kv_cache import SequenceKV
+from mmprefill.scoring import score_together
 from mmprefill.types import Choice, Generation, MediaItem, Reuse, Token
 
 if TYPE_CHECKING:
@@ -167,22 +167,7 @@ class PrefillResult:
 
         A choice is tokenised on its own, without special tokens; give the leading space if the prompt wants one.
         """
-        if isinstance(choices, str):
-            raise ValueError(f"choices must be a list of strings, got one: {choices!r}")
-        tokenized = [self.session.tokenizer(choice, add_special_tokens=False).input_ids for choice in choices]
-        for choice, ids in zip(choices, tokenized, strict=True):
-            if not ids:
-                raise ValueError(f"a choice needs at least one token, got {choice!r}")
-        rows = self._on_lane(
-            decode.logits_after,
-            self.session.family, self.session.route.plan, self.emitted, self.next_position, [ids[:-1] for ids in tokenized],
-        )  # fmt: skip
-        return [self._choice(*each) for each in zip(choices, tokenized, rows, strict=True)]
-
-    def _choice(self, text: str, ids: Seq[int], rows: Tensor) -> Choice:
-        logits = torch.cat([self.next_token_logits[None], rows]) if len(ids) > 1 else self.next_token_logits[None]
-        logprobs = logits.log_softmax(-1)
-        return Choice(text, tuple(ids), tuple(float(logprobs[i, token]) for i, token in enumerate(ids)))
+        return score_together([self], choices)[0]
 
     def pooled(self, pooling: str = "last", layer: int = -1) -> Tensor:
         """One vector [D] from the hidden states of a layer that the request asked for: "last" or "mean" over tokens."""

@@ -1,7 +1,4 @@
-"""What follows a prefill: log-probabilities of choices, and generation from emitted KV.
-
-All of it reads the stored KV and never changes it: choices leave no trace, decoding grows a copy.
-"""
+"""What follows a prefill: generation from emitted KV. It reads the stored KV and never changes it: decoding grows a copy."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mmprefill.encoders.families import Family
 from mmprefill.pipeline.kv_cache import LayerPlan, SequenceKV, hand_over
-from mmprefill.pipeline.merge import replaced
-from mmprefill.pipeline.prefill import continue_from
+from mmprefill.pipeline.merge import logits_of, replaced
+from mmprefill.pipeline.prefill import hidden_after
 
 Emitted = Any  # SequenceKV on the packed path, a transformers Cache on the generic one
 
@@ -29,21 +26,8 @@ def fresh_cache(family: Family, emitted: Emitted, *, own: bool = False) -> Any:
     )
 
 
-def logits_after(
-    family: Family, plan: LayerPlan | None, emitted: Emitted, next_position: int, continuations: Seq[Seq[int]]
-) -> list[Tensor]:
-    """Logits [n, V] in float32 after each token of each continuation of one prefix; the prefix is computed once."""
-    wanted = [ids for ids in continuations if ids]
-    if not wanted:
-        return [torch.empty(0) for _ in continuations]
-    if isinstance(emitted, SequenceKV) and plan is not None:
-        found = iter(continue_from(family, plan, [(emitted, ids, next_position) for ids in wanted], stored=False))
-    else:
-        found = iter([_plain_logits(family, fresh_cache(family, emitted), ids, next_position) for ids in wanted])
-    return [next(found) if ids else torch.empty(0) for ids in continuations]
-
-
-def _plain_logits(family: Family, cache: Any, ids: Seq[int], next_position: int) -> Tensor:
+def plain_logits(family: Family, cache: Any, ids: Seq[int], next_position: int) -> Tensor:
+    """Logits [n, V] in float32 after each of n tokens, through the model's own forward; the cache grows."""
     tokens = torch.tensor([list(ids)], device=family.device)
     positions = torch.arange(next_position, next_position + len(ids), device=family.device)[None]
     if _position_rows(family) > 1:
@@ -118,8 +102,9 @@ def generate_greedily(
     }
     while running:
         parts = [(kv, tokens[i][-1:], position + len(tokens[i]) - 1) for i, (kv, position) in running.items()]
-        for i, logits in zip(list(running), continue_from(family, plan, parts, stored=True), strict=True):
-            tokens[i].append(int(logits[-1].argmax()))
+        best = logits_of(family, hidden_after(family, plan, parts, stored=True))[0].argmax(-1).tolist()
+        for i, token in zip(list(running), best, strict=True):
+            tokens[i].append(token)
             if tokens[i][-1] in stops or len(tokens[i]) == max_new_tokens:
                 del running[i]
     return tokens

@@ -161,9 +161,9 @@ def _keep(chunk: Chunk, logits: Tensor, hidden: Mapping[int, Tensor]) -> None:
     chunk.prefill.kv.length = chunk.end
 
 
-def continue_from(
+def hidden_after(
     family: Family, plan: LayerPlan, parts: Seq[tuple[SequenceKV, Seq[int], int]], *, stored: bool
-) -> list[Tensor]:
+) -> Tensor:
     """Run more text tokens after stored prefixes, packed.
 
     Args:
@@ -173,9 +173,8 @@ def continue_from(
         stored: whether the new K and V are appended to the KV (which must have room).
 
     Returns:
-        Logits [n, V] in float32 after each of the n new tokens, per sequence.
+        Hidden states [1, N, D] of the new tokens, one sequence's after the other's.
     """
-    sizes = [len(ids) for _, ids, _ in parts]
     ids = torch.tensor([i for _, ids, _ in parts for i in ids], device=family.device)[None]
     columns = torch.cat([torch.arange(first, first + len(ids)) for _, ids, first in parts]).to(family.device)
     pieces = _pieces(((kv, len(ids), {}) for kv, ids, _ in parts), stored=stored)
@@ -185,7 +184,8 @@ def continue_from(
     for piece in pieces:
         if stored:
             piece.kv.length += piece.rows
-    return list(logits_of(family, output.last_hidden_state)[0].split(sizes))
+    hidden: Tensor = output.last_hidden_state
+    return hidden
 
 
 def text_arguments(family: Family, ids: Tensor) -> dict[str, Any]:

@@ -419,12 +419,12 @@ def test_a_row_that_cannot_be_written_out_fails_alone(prefiller, data, tmp_path,
     """An error in scoring or generating is the row's; a full disk is the job's."""
     small = job_output.Output._small
 
-    def failing(self, result):
+    def failing(self, result, choices):
         if result.id == "r1":
             raise RuntimeError("no score")
         if result.id == "r3" and full:
             raise OSError(28, "No space left on device")
-        return small(self, result)
+        return small(self, result, choices)
 
     full = False
     monkeypatch.setattr(job_output.Output, "_small", failing)
