@@ -15,10 +15,12 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from PIL import Image
 
+from mmprefill.pipeline import calibrate
 from mmprefill.pipeline import simulate as sim
 from mmprefill.pipeline.batcher import Batcher, text_first
 from mmprefill.pipeline.costs import Costs
@@ -100,14 +103,17 @@ def costs_for(arguments: argparse.Namespace) -> Costs:
         record = json.loads(arguments.costs.read_text())
         return Costs.from_dict(record.get("costs", record))
     with opened(arguments, 1024) as prefiller:
-        return measured(prefiller)
+        return prefiller.session.lane.call(calibrate.costs_of, bench_of(prefiller))
+
+
+def bench_of(prefiller: Any) -> calibrate.Bench:
+    return calibrate.Bench(prefiller.session.family, prefiller.session.route.plan, prefiller.intake)
 
 
 def measured(prefiller: Any) -> Costs:
-    from mmprefill.pipeline import calibrate
-
-    bench = calibrate.Bench(prefiller.session.family, prefiller.session.route.plan, prefiller.intake)
-    return prefiller.session.lane.call(calibrate.costs_of, bench)
+    """Measured now, not taken from the cache: the machine's speed changes with its neighbours."""
+    with quiet("calibration"):
+        return prefiller.session.lane.call(calibrate.measure, bench_of(prefiller))
 
 
 def opened(arguments: argparse.Namespace, patches: int) -> Any:
@@ -133,12 +139,23 @@ def run_live(arguments: argparse.Namespace) -> Any:
     with opened(arguments, arguments.patches) as prefiller:
         costs = costs_for(arguments) if arguments.costs else measured(prefiller)
         asks = list(live_requests(prefiller, arguments.requests, arguments.seed))
-        service = [loop_seconds(prefiller, ask) for ask in asks]
         print(f"costs: {describe(costs)}\n")
+        with quiet("the loop"):
+            service = [loop_seconds(prefiller, ask) for ask in asks]
         cells = [live_cell(prefiller, asks, service, load, costs, arguments) for load in arguments.loads]
         again = sum(loop_seconds(prefiller, ask) for ask in asks[: len(asks) // 8])
         print(f"the loop after the runs over before: {again / sum(service[: len(asks) // 8]):.2f}\n")
         return cells
+
+
+@contextmanager
+def quiet(what: str) -> Iterator[None]:
+    """Say how much of the processors others took meanwhile: figures are worth something where that is little."""
+    started, before = time.perf_counter(), calibrate.used_by_others()
+    yield
+    seconds = time.perf_counter() - started
+    taken = (calibrate.used_by_others() - before) / (os.cpu_count() or 1) / seconds
+    print(f"{what}: {seconds:.0f} s, in which others took {taken:.0%} of the processors\n")
 
 
 def live_requests(prefiller: Any, count: int, seed: int) -> Any:
@@ -180,7 +197,8 @@ def live_cell(
         pictures = tuple((patches, (number, i)) for i, patches in enumerate(ask.patches))
         arrivals.append(sim.Arrival(now, ask.tokens, pictures))
     loop = sim.by_class(replayed(arrivals, service))
-    finished = asyncio.run(open_loop(prefiller._engine, arrivals, [ask.request for ask in asks]))
+    with quiet(f"the engine, load {load}"):
+        finished = asyncio.run(open_loop(prefiller._engine, arrivals, [ask.request for ask in asks]))
     engine = sim.by_class(sim.Served(a, end) for a, end in zip(arrivals, finished, strict=True))
     batcher = Batcher(text_first(10.0), vision_patches=arguments.patches)  # as the engine makes it
     said = sim.by_class(sim.simulate(arrivals, costs, batcher, reuse=False))

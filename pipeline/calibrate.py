@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import platform
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -283,15 +283,12 @@ def _words(count: int) -> str:
 
 
 def _seconds(run: Callable[[], Any], rounds: int = 6) -> float:
-    """The fastest of a few runs, of as many as fit in `ENOUGH` seconds: a first run, and others' work, only add."""
-    best, spent = math.inf, 0.0
-    for _ in range(rounds):
+    """The usual time of a run: the middle of a few, of as many as fit in `ENOUGH` seconds, behind one that warms up."""
+    times: list[float] = []
+    while len(times) < rounds and sum(times) + (times[-1] if times else 0.0) <= ENOUGH:
         started = time.perf_counter()
         run()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
-        best, spent = min(best, seconds), spent + seconds
-        if spent + seconds > ENOUGH:
-            break
-    return best
+        times.append(time.perf_counter() - started)
+    return statistics.median_low(times[1:] or times)
