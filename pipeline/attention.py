@@ -24,10 +24,13 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
+from mmprefill.encoders import fused_attention
+from mmprefill.encoders.fused_attention import Rows
 from mmprefill.types import MaskFunction
 
 KEYWORD = "mmprefill_step"
 _PREFIX = "mmprefill_"
+FEWEST_FUSED = 16  # rows of queries over stored keys
 
 
 @dataclass(frozen=True)
@@ -163,15 +166,28 @@ def ragged_attention(
     window, chunk = step.limits(layer)
     window = sliding_window or window
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+    plain = softcap is None and s_aux is None and fused_attention.serves(query, key, value)
+    fused = []
     for segment, (keys, values) in zip(step.segments(layer), step.context(layer, key, value), strict=True):
         rows = slice(segment.start, segment.start + segment.rows)
+        if plain and _fusable(segment, query.shape[1] // keys.shape[1], chunk):
+            fused.append(Rows(query[0, :, rows], keys[0], values[0], out[0, rows].transpose(0, 1), segment.done))
+            continue
         kind = (segment, window, chunk)
         if kind not in step.masks:
             step.masks[kind] = visible(segment, window, chunk, query.device)
         mask = step.masks[kind]
         attended = _attend(query[:, :, rows], keys, values, mask, scaling, softcap, s_aux)
         out[:, rows] = attended.transpose(1, 2)
+    if fused:
+        fused_attention.attend(fused, scaling, causal=True, window=window)
     return out
+
+
+def _fusable(segment: Segment, shared: int, chunk: int | None) -> bool:
+    """Causal, perhaps in a window, with rows enough (`shared` heads have the same keys) to pay for packing the keys."""
+    within = not chunk or segment.done + segment.rows <= chunk
+    return segment.rule is None and within and (not segment.done or segment.rows * shared >= FEWEST_FUSED)
 
 
 def visible(segment: Segment, window: int | None, chunk: int | None, device: torch.device) -> Tensor | None:

@@ -1,0 +1,84 @@
+"""The fused kernel equals exact attention for every shape it says it serves, and its absence changes nothing else."""
+
+import math
+
+import pytest
+import torch
+
+from mmprefill.encoders import fused_attention
+from mmprefill.encoders.fused_attention import Rows
+
+SHAPES = [(9, 3, 64, 64), (2, 1, 72, 80), (2, 2, 24, 16), (2, 1, 256, 256)]  # heads, groups, width, width of values
+PARTS = [(1, 0), (7, 0), (50, 0), (600, 0), (33, 500), (5, 260)]  # rows, tokens before them
+
+
+def exact(part, causal, window):
+    shared = part.query.shape[0] // part.key.shape[0]
+    key, value = (t.repeat_interleave(shared, 0).double() for t in (part.key, part.value))
+    query_at = torch.arange(part.query.shape[1])[:, None] + part.first
+    key_at = torch.arange(key.shape[1])[None]
+    seen = torch.ones(part.query.shape[1], key.shape[1], dtype=torch.bool)
+    if causal:
+        seen &= key_at <= query_at
+    if window:
+        seen &= key_at > query_at - window
+    scores = part.query.double() @ key.transpose(1, 2) * part.query.shape[-1] ** -0.5
+    return scores.masked_fill(~seen, -math.inf).softmax(-1) @ value
+
+
+def parts_of(shape, dtype, *, causal):
+    heads, groups, width, value_width = shape
+    draw = torch.Generator().manual_seed(0)
+    for rows, done in PARTS:
+        query = torch.randn(rows, heads, width, generator=draw).to(dtype).transpose(0, 1)
+        key = torch.randn(rows + done, groups, width, generator=draw).to(dtype).transpose(0, 1)
+        value = torch.randn(groups, rows + done, value_width, generator=draw).to(dtype)
+        out = torch.full((rows, heads, value_width), math.nan, dtype=dtype).transpose(0, 1)
+        if causal or not done:
+            yield Rows(query, key, value, out, done)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 40), (True, 300)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_shape_is_exact(shape, causal, window, dtype):
+    """Many sequences in one call, grouped heads, odd sizes, windows, stored keys: as in double precision."""
+    parts = list(parts_of(shape, dtype, causal=causal))
+    if not fused_attention.serves(parts[0].query, parts[0].key, parts[0].value):
+        pytest.skip("no kernel for this dtype on this machine")
+    fused_attention.attend(parts, causal=causal, window=window)
+    for part in parts:
+        error = (part.out.double() - exact(part, causal, window)).abs().max()
+        assert error <= (3e-6 if dtype == torch.float32 else 2e-2)
+
+
+def test_large_scores_and_nan():
+    """Scores of thousands neither overflow nor vanish; a NaN is not hidden."""
+    query = torch.randn(1, 20, 16) * 100
+    part = Rows(query, query, torch.randn(1, 20, 16), torch.empty(1, 20, 16))
+    if not fused_attention.serves(part.query, part.key, part.value):
+        pytest.skip("no kernel on this machine")
+    fused_attention.attend([part], causal=True)
+    assert (part.out.double() - exact(part, True, None)).abs().max() <= 1e-4
+    part.value[0, 3, 0] = math.nan
+    fused_attention.attend([part], causal=True)
+    assert part.out[0, 3:, 0].isnan().all()
+    query[0, 5] = math.nan
+    fused_attention.attend([part], causal=True)
+    assert part.out[0, 5].isnan().all()
+
+
+def test_what_it_does_not_serve():
+    """Other dtypes, and pairs that would straddle rows."""
+    assert not fused_attention.serves(*(torch.randn(2, 4, 16, dtype=torch.float64) for _ in range(3)))
+    assert not fused_attention.serves(*(torch.randn(2, 4, 15).bfloat16() for _ in range(3)))
+    assert not fused_attention.serves(*(torch.randn(2, 4, 16)[..., ::2] for _ in range(3)))
+
+
+def test_without_a_compiler_there_is_no_kernel(monkeypatch, tmp_path):
+    """No compiler, one that fails, one that is not there: silence."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for compiler in ("/nonexistent", "false"):
+        monkeypatch.setenv("CXX", compiler)
+        assert fused_attention._library.__wrapped__(True) is None
+    assert not list(tmp_path.rglob("*.so"))
