@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_batch(commands)
     _add_kv(commands)
+    _add_demo(commands)
     return parser
 
 
@@ -215,6 +217,19 @@ def _add_kv(commands: Any) -> None:
     command.set_defaults(run=_kv_diff)
 
 
+def _add_demo(commands: Any) -> None:
+    parser = commands.add_parser(
+        "demo", help="a page to ask about pictures, and to see what the pipeline does (extra 'demo')"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)"
+    )
+    parser.add_argument("--port", type=int, metavar="N", help="default: the first free one from 7860 on")
+    parser.add_argument("--max-upload", default="64MiB", metavar="SIZE", help="of one file (default 64MiB)")
+    _add_model_options(parser)
+    parser.set_defaults(run=_demo)
+
+
 def _open(arguments: argparse.Namespace, **options: Any) -> Prefiller:
     """Load the model that the command line names."""
     from mmprefill.prefiller import Prefiller
@@ -370,6 +385,25 @@ def _bench(arguments: argparse.Namespace) -> int:
             print(f"mmprefill: {row.system}, variant {row.variant}: {row.tokens_per_s} tokens/s", file=sys.stderr)
     print(as_lines(rows))
     return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from mmprefill import demo
+    from mmprefill.demo_limits import Limits
+    from mmprefill.pipeline.memory import parse_bytes
+
+    demo.check_extra()
+    limits = Limits(upload_bytes=parse_bytes(arguments.max_upload))
+    return demo.run(_opener(arguments), host=arguments.host, port=arguments.port, limits=limits)
+
+
+def _opener(arguments: argparse.Namespace) -> Any:
+    from mmprefill.engine import AsyncPrefiller
+
+    _quiet_transformers()
+    names = ("device", "dtype", "revision", "token")
+    given = {name: getattr(arguments, name) for name in names}
+    return partial(AsyncPrefiller.from_pretrained, arguments.model, **given)
 
 
 def _kv_files(arguments: argparse.Namespace) -> int:
