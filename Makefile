@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 SOURCES := mmprefill encoders pipeline
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint types bench gpu-check clean
+.PHONY: help setup browser run test check lint types bench gpu-check clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,6 +19,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setup: installing into $(VENV) (torch is large: minutes, once)"
 	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@ && echo "setup: ready"
+
+browser:  ## Chromium for the demo's tests, from Debian or Ubuntu as root; without it they are skipped
+	@command -v chromium chromium-browser google-chrome >/dev/null || { \
+		echo "browser: installing chromium"; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+			chromium fonts-dejavu-core >/dev/null; \
+	}
 
 run: $(STAMP)  ## the main job on samples/
 	@$(VENV)/bin/mmprefill run --requests samples/requests.jsonl --generate 16

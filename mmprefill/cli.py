@@ -88,6 +88,9 @@ def _add_run(commands: Any) -> None:
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write what each lane did, for Perfetto or chrome://tracing"
     )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the lanes' timeline as .png or .html (extra 'plot')"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     _add_model_options(parser)
     parser.set_defaults(run=_run)
@@ -125,6 +128,12 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--tokens", type=int, metavar="N", help="the longest prompt that must fit")
     parser.add_argument("--device-memory", metavar="SIZE", help="plan for so much, e.g. 24GiB; default: what there is")
     parser.add_argument("--fresh", action="store_true", help="measure again instead of using what was measured before")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw memory against length, and speed, as .png or .html (extra 'plot')",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     _add_model_options(parser, positional=True)
     parser.set_defaults(run=_plan)
@@ -263,7 +272,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
     asked = list(_asked(arguments))
     failed = 0
-    trace = Trace() if arguments.trace else OFF
+    _check_plot(arguments.plot)
+    trace = Trace() if arguments.trace or arguments.plot else OFF
     with _open(arguments, trace=trace) as prefiller:
         outcomes = prefiller.prefill_many([each.request for each in asked])
         answers = prefiller.decode_many(outcomes, arguments.generate) if arguments.generate else [None] * len(outcomes)
@@ -280,9 +290,26 @@ def _run(arguments: argparse.Namespace) -> int:
                 print(json.dumps(record))
         else:
             show_results(prefiller, records)
-    if isinstance(trace, Trace):
+    if isinstance(trace, Trace) and arguments.trace:
         print(f"mmprefill: trace in {trace.write(arguments.trace)}", file=sys.stderr)
+    if isinstance(trace, Trace) and arguments.plot:
+        _plot(arguments.plot, "timeline", "What the lanes did", trace.bars)
     return 1 if failed else 0
+
+
+def _check_plot(path: Path | None) -> None:
+    """Mistakes are told before anything runs."""
+    if path is not None:
+        from mmprefill import plots
+
+        plots.check(path)
+
+
+def _plot(path: Path, chart: str, title: str, *data: Any) -> None:
+    """Draw a chart of `mmprefill.plots` into a file."""
+    from mmprefill import plots
+
+    print(f"mmprefill: chart in {plots.save(getattr(plots, chart)(*data), path, title)}", file=sys.stderr)
 
 
 def _save(folder: Path, result: Any) -> str:
@@ -471,6 +498,7 @@ def _batch_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 def _plan(arguments: argparse.Namespace) -> int:
     from mmprefill.pipeline import calibrate, footprint, memory
 
+    _check_plot(arguments.plot)
     given = memory.parse_bytes(arguments.device_memory) if arguments.device_memory else None
     with _open(arguments) as prefiller:
         session = prefiller.session
@@ -484,6 +512,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(json.dumps(memory.as_record(needs, costs, budgets)))
     else:
         print("\n".join(memory.as_lines(needs, costs, budgets)))
+    if arguments.plot:
+        _plot(arguments.plot, "plan", "Memory against length, and speed", needs, costs, budgets)
     return 0
 
 

@@ -32,12 +32,13 @@ def panel(report: Report | None) -> str:
     if not report.ready:
         done, total = report.progress
         what = f"prefilling: {done} of {total} tokens" if total else "decoding pictures and encoding them"
-        return f'<section class="mm-panel" aria-label="What the pipeline did"><h2>What the pipeline did</h2><p>{what} …</p></section>'
-    parts = [_facts(report), _tokens(report), _timeline(report), _reuse(report), _candidates(report)]
+        return _section(f"<p>{what} …</p>")
+    return _section(_facts(report) + _tokens(report) + _timeline(report) + _reuse(report) + _candidates(report))
+
+
+def _section(body: str) -> str:
     return (
-        '<section class="mm-panel" aria-label="What the pipeline did"><h2>What the pipeline did</h2>'
-        + "".join(parts)
-        + "</section>"
+        f'<section class="mm-panel" aria-label="What the pipeline did"><h2>What the pipeline did</h2>{body}</section>'
     )
 
 

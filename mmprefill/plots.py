@@ -1,0 +1,141 @@
+"""Charts for `--plot`, as PNG or as a page of HTML with the drawing inside: one function a chart, one to save it.
+
+matplotlib comes with the extra `plot` and is loaded by whoever draws; no state of its pyplot is touched.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from collections.abc import Sequence as Seq
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmprefill.files import write_atomically
+from mmprefill.report import human_bytes
+from mmprefill.trace import Bar
+
+if TYPE_CHECKING:
+    from mmprefill.pipeline.costs import Costs
+    from mmprefill.pipeline.footprint import Footprint
+    from mmprefill.pipeline.memory import Budgets
+
+Figure = Any  # matplotlib.figure.Figure
+SUFFIXES = (".png", ".html")
+INK, GRID = "#1e293b", "#e2e8f0"
+COLOURS = {"intake": "#64748b", "vision": "#0d9488", "text": "#b45309", "decoder": "#2563eb"}
+_LANES = {"intake": "intake", "vision": "vision", "text": "text, merge", "decoder": "decoder"}
+
+
+def check(path: Path) -> None:
+    """Raises ValueError, before anything is computed, for a file that cannot be drawn."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"--plot writes {' or '.join(SUFFIXES)}, got {path.name!r}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'mmprefill[plot]'")
+    if not path.parent.is_dir():
+        raise ValueError(f"--plot: there is no folder {path.parent}")
+
+
+def figure(width: float = 9.0, height: float = 4.0, *, axes: int = 1) -> tuple[Figure, list[Any]]:
+    """An empty figure in the style of all charts, and its axes from left to right."""
+    from matplotlib.figure import Figure as New
+
+    drawn = New(figsize=(width, height), layout="constrained", facecolor="white")
+    made = list(drawn.subplots(1, axes, squeeze=False)[0])
+    for each in made:
+        each.spines[["top", "right"]].set_visible(False)
+        each.spines[["left", "bottom"]].set_color("#94a3b8")
+        each.tick_params(colors=INK, labelsize=9)
+        each.grid(color=GRID, linewidth=0.8)
+        each.set_axisbelow(True)
+    return drawn, made
+
+
+def save(drawn: Figure, path: Path, title: str) -> Path:
+    """Write a figure by its suffix, in one move. Returns the path."""
+    from matplotlib import rc_context
+
+    buffer = io.BytesIO()
+    html = path.suffix.lower() == ".html"
+    with rc_context({"svg.fonttype": "none"}):  # text stays text: it can be searched, read aloud and scaled
+        drawn.savefig(buffer, format="svg" if html else "png", dpi=150)
+    data = _page(buffer.getvalue().decode(), title).encode() if html else buffer.getvalue()
+    write_atomically(path, [data])
+    return path
+
+
+def _page(svg: str, title: str) -> str:
+    drawing = svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
+    style = "body{margin:2rem;font-family:system-ui,sans-serif;color:#1e293b}svg{max-width:100%;height:auto}"
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{style}</style><h1>{escape(title)}</h1>{drawing}</html>\n"
+    )
+
+
+def timeline(bars: Seq[Bar]) -> Figure:
+    """What each lane did and when: one row a lane, intake threads together.
+
+    Raises:
+        ValueError: for no bars.
+    """
+    if not bars:
+        raise ValueError("nothing ran: there is no timeline to draw")
+    start = min(bar.start for bar in bars)
+    drawn, (axis,) = figure(9, 3)
+    for row, lane in enumerate(reversed(_LANES)):
+        mine = [bar for bar in bars if lane in bar.lane]
+        spans = [((bar.start - start) * 1e3, max((bar.end - bar.start) * 1e3, 1e-3)) for bar in mine]
+        axis.broken_barh(spans, (row - 0.36, 0.72), facecolor=COLOURS[lane], edgecolor="white", linewidth=0.6)
+        busy = sum(bar.end - bar.start for bar in mine)
+        axis.text(
+            1.01, row, f"{busy * 1e3:.0f} ms", transform=axis.get_yaxis_transform(), va="center", fontsize=9, color=INK
+        )
+    axis.set_yticks(range(len(_LANES)), list(reversed(_LANES.values())))
+    axis.grid(visible=False, axis="y")
+    axis.set_xlim(left=0)
+    axis.set_xlabel("ms since the first request was taken in", fontsize=9, color=INK)
+    return drawn
+
+
+def plan(needs: Footprint, costs: Costs, budgets: Budgets) -> Figure:
+    """Memory against the length of one prompt, and measured speed against the size of a step."""
+    drawn, (memory, speed) = figure(11, 4, axes=2)
+    _memory(memory, needs, budgets)
+    sizes = [size for size, seconds in costs.step.points if size and seconds]
+    speed.plot(sizes, [size / costs.step(size) for size in sizes], color=COLOURS["decoder"], marker="o", markersize=4)
+    speed.axvline(budgets.step_tokens, color=INK, linestyle="--", linewidth=1)
+    speed.annotate(f" step of {budgets.step_tokens}", (budgets.step_tokens, 0), fontsize=9, color=INK, va="bottom")
+    speed.set_xscale("log", base=2)
+    speed.set_ylim(bottom=0)
+    speed.set_xlabel("tokens in a step", fontsize=9, color=INK)
+    speed.set_title("prefill, tokens per second", fontsize=10, color=INK, loc="left")
+    return drawn
+
+
+def _memory(axis: Any, needs: Footprint, budgets: Budgets) -> None:
+    longest = max(min(budgets.kv_tokens, 2**17), 2)
+    lengths = [longest * i // 64 for i in range(1, 65)]
+    transient = budgets.step_tokens * needs.step_token + budgets.vision_patches * needs.patch
+    kv = [length * needs.token for length in lengths]
+    unit, name = _unit(needs.weights + transient + max(kv))
+    parts = [[needs.weights / unit] * 64, [transient / unit] * 64, [each / unit for each in kv]]
+    labels = [f"weights, {human_bytes(needs.weights)}", f"a step and a tower call, {human_bytes(transient)}",
+              f"KV, {human_bytes(needs.token)} a token"]  # fmt: skip
+    axis.stackplot(lengths, *parts, labels=labels, colors=["#94a3b8", COLOURS["vision"], COLOURS["decoder"]])
+    if budgets.memory / unit < 1.5 * sum(part[-1] for part in parts):
+        axis.axhline(budgets.memory / unit, color=INK, linestyle="--", linewidth=1)
+    axis.legend(loc="upper left", fontsize=8, frameon=False)
+    axis.set_xlim(0, longest)
+    axis.set_ylim(0, 1.35 * sum(part[-1] for part in parts))
+    axis.set_xlabel("tokens of one prompt", fontsize=9, color=INK)
+    axis.set_title(f"memory, {name}", fontsize=10, color=INK, loc="left")
+
+
+def _unit(count: float) -> tuple[float, str]:
+    """The largest binary unit that is not above a byte count."""
+    return next(
+        (2.0**power, name) for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B")) if count >= 2**power
+    )

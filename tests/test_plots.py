@@ -1,0 +1,58 @@
+"""Charts of what ran and of what a plan says: files that open, and mistakes told before anything runs."""
+
+import json
+
+import checkpoints
+import pytest
+from PIL import Image
+
+from mmprefill.cli import main
+from mmprefill.trace import Bar
+
+pytest.importorskip("matplotlib")
+
+from mmprefill import plots
+
+
+@pytest.fixture
+def smol():
+    with checkpoints.quiet():
+        yield str(checkpoints.cached("smolvlm"))
+
+
+@pytest.mark.parametrize("name", ["t.png", "t.html"])
+def test_run_draws_its_timeline(capsys, smol, tmp_path, name):
+    """PNG opens as a picture; HTML is a page of its own whose drawing has a name, and text that is text."""
+    checkpoints.picture(1).save(tmp_path / "a.png")
+    code = main(["run", "hi", "--image", str(tmp_path / "a.png"), "--model", smol, "--plot", str(tmp_path / name)])
+    assert code == 0
+    assert name in capsys.readouterr().err
+    if name.endswith("png"):
+        assert Image.open(tmp_path / name).size[0] > 800
+    else:
+        page = (tmp_path / name).read_text()
+        assert 'aria-label="What the lanes did"' in page
+        assert "decoder" in page
+        assert "<script" not in page
+
+
+def test_plan_draws_memory_and_speed(capsys, smol, tmp_path):
+    """The chart and the JSON come from the same numbers."""
+    arguments = ["plan", smol, "--device-memory", "1GiB", "--json", "--plot", str(tmp_path / "p.html")]
+    assert main(arguments) == 0
+    budgets = json.loads(capsys.readouterr().out)["budgets"]
+    assert f"step of {budgets['step_tokens']}" in (tmp_path / "p.html").read_text()
+
+
+@pytest.mark.parametrize(("name", "message"), [("t.pdf", ".png or .html"), ("missing/t.png", "no folder")])
+def test_mistakes_are_told_first(capsys, smol, tmp_path, name, message):
+    """Nothing is loaded for a file that cannot be drawn."""
+    assert main(["run", "hi", "--model", smol, "--plot", str(tmp_path / name)]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_ran():
+    with pytest.raises(ValueError, match="nothing ran"):
+        plots.timeline([])
+    assert plots.timeline([Bar("decoder", "step", 1.0, 1.0, {})])
