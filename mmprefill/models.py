@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -97,11 +98,12 @@ def load(
         model = AutoModelForImageTextToText.from_pretrained(
             name, dtype=_dtype(dtype), use_safetensors=True, attn_implementation=None, **where
         )
-    except (OSError, ValueError, TypeError, ImportError) as error:
+    except (OSError, ValueError, TypeError, ImportError, StrictDataclassError) as error:
         raise ModelError(f"cannot load {name!r}: {_first_line(error)}") from error
     for option in ("min_pixels", "max_pixels"):  # the sizes hold them now; a tokenizer's options go to every call
         getattr(processor.tokenizer, "init_kwargs", {}).pop(option, None)
     _check_sizes(name, processor)
+    _agree_on_rows(name, processor, model)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(torch.device(default if device is None else device))  # type: ignore[arg-type]  # a decorated method
     return ModelBundle(model.eval().requires_grad_(False), processor, name, revision)
@@ -153,6 +155,29 @@ def _check_sizes(name: str, processor: Any) -> None:
     shortest, longest = (size.get(edge) for edge in ("shortest_edge", "longest_edge"))
     if shortest and longest and shortest > longest:
         raise ModelError(f"{name!r}: the image processor's smallest size {shortest} is above its largest {longest}")
+
+
+def _agree_on_rows(name: str, processor: Any, model: Any) -> None:
+    """LLaVA's processors count a picture's rows by settings of the model's, which files from before 4.47 leave out."""
+    strategy = getattr(model.config, "vision_feature_select_strategy", None)
+    if strategy is None or not hasattr(processor, "patch_size"):
+        return
+    extra = sum(key.endswith(("class_embedding", "cls_token")) for key, _ in model.named_parameters())
+    if processor.patch_size is None:
+        processor.patch_size = model.config.vision_config.patch_size
+        processor.vision_feature_select_strategy = None
+        processor.num_additional_image_tokens = extra
+    if processor.vision_feature_select_strategy is None:
+        processor.vision_feature_select_strategy = strategy
+    counted = processor.vision_feature_select_strategy
+    if extra and counted != strategy:
+        raise ModelError(
+            f"{name!r}: its processor counts rows for the feature selection {counted!r}, its model's is {strategy!r}"
+        )
+    if extra and strategy == "full" and getattr(model.config, "image_grid_pinpoints", None):
+        raise UnsupportedModelError(
+            f"{name!r}: tiles with the tower's class token (feature selection 'full') have no layout"
+        )
 
 
 def _first_line(error: BaseException) -> str:

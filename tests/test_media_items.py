@@ -1,6 +1,8 @@
 """Pictures and videos of a request: the right rows for each item at any size, and errors that stay with their item."""
 
 import functools
+import json
+import shutil
 
 import checkpoints
 import pytest
@@ -332,6 +334,62 @@ def test_max_pixels_at_loading_is_what_the_processor_makes_of_it():
 def test_contradicting_pixel_limits_are_refused(options):
     with pytest.raises(ModelError, match="smallest size"):
         load(checkpoints.cached("qwen2_vl"), processor_kwargs=options)
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """A copy of a checkpoint with some settings changed; None takes one out."""
+
+    def copy(family, model=(), processor=()):
+        shutil.copytree(checkpoints.cached(family), tmp_path / family)
+        for name, changes in (("config.json", model), ("processor_config.json", processor)):
+            file = tmp_path / family / name
+            settings = {**json.loads(file.read_text()), **dict(changes)}
+            file.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+        return tmp_path / family
+
+    return copy
+
+
+ROW_SETTINGS = ("patch_size", "vision_feature_select_strategy", "num_additional_image_tokens")
+
+
+@pytest.mark.parametrize("family", ["llava_clip", "llava_siglip", "llava_next"])
+def test_rows_are_counted_by_the_models_settings_where_the_processor_has_none(edited, family):
+    """Processors saved before transformers 4.47 do not say how many rows a picture has (B6)."""
+    old = edited(family, processor=dict.fromkeys(ROW_SETTINGS))
+    with Prefiller.from_pretrained(old) as engine, Prefiller.from_pretrained(checkpoints.cached(family)) as whole:
+        request = Request(prompt="what is it?", images=[PICTURE])
+        assert torch.equal(engine.prefill(request).next_token_logits, whole.prefill(request).next_token_logits)
+
+
+@pytest.mark.parametrize("side", ["model", "processor"])
+def test_another_selection_of_features_in_model_and_processor_is_refused_at_loading(edited, side):
+    """One counts the class token and the other does not: every picture would be a row off (B6)."""
+    with pytest.raises(ModelError, match=r"'full'.*'default'|'default'.*'full'"):
+        load(edited("llava_clip", **{side: {"vision_feature_select_strategy": "full"}}))
+
+
+@torch.inference_mode()
+def test_the_full_selection_of_features(edited):
+    """Supported where a picture is one row of tokens, and refused at loading where tiles are laid out (B8)."""
+    full = {"vision_feature_select_strategy": "full"}
+    folder = edited("llava_clip", full, full)
+    with Prefiller.from_pretrained(folder) as engine:
+        result = engine.prefill("what is it?", images=[PICTURE])
+        model, prepared = (
+            checkpoints.load(folder)[0],
+            engine.intake.prepare(Request(prompt="what is it?", images=[PICTURE])),
+        )
+    assert (result.next_token_logits - model(**prepared.inputs).logits[0, -1]).abs().max() < 1e-4
+    assert sum(map(rows, result.spans)) == 10  # 3 x 3 patches and the class token
+    with pytest.raises(ModelError, match="class token"):
+        load(edited("llava_next", full, full))
+
+
+def test_a_setting_that_the_config_does_not_know_is_a_model_error(edited):
+    with pytest.raises(ModelError, match="vision_feature_select_strategy"):
+        load(edited("llava_clip", {"vision_feature_select_strategy": "none"}))
 
 
 # Batches
