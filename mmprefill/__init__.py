@@ -25,8 +25,10 @@ _HOMES = {
     "Rendered": "types",
     "Request": "types",
     "Trace": "trace",
-    "load": "pipeline.kv_store",
+    "load": "pipeline.kv_read",
+    "load_shard": "pipeline.kv_read",
     "run_job": "job",
+    "save_shard": "pipeline.kv_store",
 }
 __all__ = sorted(_HOMES)
 

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from mmprefill.errors import ArtefactError
-from mmprefill.pipeline.kv_store import Artefact, load
+from mmprefill.pipeline.kv_file import MARK
+from mmprefill.pipeline.kv_read import Artefact, Shard, load_all
 from mmprefill.report import human_bytes
 
 SUFFIX = ".kv.safetensors"
@@ -39,7 +40,7 @@ def summary(artefact: Artefact) -> dict[str, Any]:
     identity = manifest.identity
     kinds = [layer.kind for layer in identity.layers]
     return {
-        "file": str(artefact.path),
+        "file": artefact.place,
         "id": manifest.id,
         "model": manifest.model,
         "revision": manifest.revision,
@@ -52,21 +53,21 @@ def summary(artefact: Artefact) -> dict[str, Any]:
         "media": [{"medium": m.medium, "size": list(m.size), "frames": m.frames} for m in manifest.media],
         "layers": {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
         "hidden_layers": list(manifest.hidden_layers),
-        "bytes": artefact.path.stat().st_size,
+        "bytes": artefact.nbytes,
         "producer": manifest.producer,
     }
 
 
 def show(paths: Seq[Path], *, as_json: bool) -> int:
     """Print the summaries."""
-    for path in files_of(paths):
-        about = summary(load(path))
+    for about in (summary(artefact) for path in files_of(paths) for artefact in load_all(path)):
         if as_json:
             print(json.dumps(about))
             continue
         media = ", ".join(f"{m['medium']} {m['size'][1]} x {m['size'][0]}" for m in about["media"]) or "no media"
         layers = ", ".join(f"{count} x {kind}" for kind, count in about["layers"].items())
-        print(f"{path}: request {about['id']!r}, {about['tokens']} tokens, {media}, {human_bytes(about['bytes'])}")
+        size = human_bytes(about["bytes"])
+        print(f"{about['file']}: request {about['id']!r}, {about['tokens']} tokens, {media}, {size}")
         print(f"  {about['model']} ({about['model_type']}, {about['dtype']}): {layers}; attention {about['attention']}")
         print(f"  compatibility {about['compatibility']}; written by mmprefill {about['producer'].get('mmprefill')}")
     return 0
@@ -75,17 +76,31 @@ def show(paths: Seq[Path], *, as_json: bool) -> int:
 def verify(paths: Seq[Path], *, as_json: bool) -> int:
     """Read every tensor of every file against its checksum; 1 if one is damaged."""
     bad: dict[str, str] = {}
-    files = list(files_of(paths))
-    for path in files:
-        try:
-            load(path).verify()
-        except ArtefactError as error:
-            bad[str(path)] = str(error)
+    files = requests = 0
+    for files, path in enumerate(files_of(paths), 1):  # noqa: B007
+        count, damaged = _damaged(path)
+        requests += count
+        bad |= damaged
     if as_json:
-        print(json.dumps({"files": len(files), "damaged": bad}))
+        print(json.dumps({"files": files, "requests": requests, "damaged": bad}))
     else:
-        print("\n".join([*bad.values(), f"{len(files)} files, {len(bad)} damaged"]))
+        print("\n".join([*bad.values(), f"{files} files, {requests} requests, {len(bad)} damaged"]))
     return 1 if bad else 0
+
+
+def _damaged(path: Path) -> tuple[int, dict[str, str]]:
+    """How many requests a file holds, and what is wrong with which; one that is damaged hides no other."""
+    try:
+        found = load_all(path)
+    except ArtefactError as error:
+        return 1, {str(path): str(error)}
+    bad = {}
+    for number in range(len(found)):
+        try:
+            found[number].verify()
+        except ArtefactError as error:
+            bad[f"{path}{MARK}{number}" if len(found) > 1 else str(path)] = str(error)
+    return len(found), bad
 
 
 def differences(mine: Artefact, theirs: Artefact) -> dict[str, Any]:
@@ -122,12 +137,34 @@ def _most(mine: Tensor, theirs: Tensor) -> float:
 
 
 def diff(first: Path, second: Path, *, tolerance: float, as_json: bool) -> int:
-    """Print how two files differ; 1 if they do by more than the tolerance."""
-    found = differences(load(first), load(second))
-    apart = {name: by for name, by in found["tensors"].items() if isinstance(by, str) or not by <= tolerance}
-    if as_json:
-        print(json.dumps(found))
+    """Print how two files differ, request by request of the same id; 1 if they do by more than the tolerance."""
+    mine, theirs = load_all(first), load_all(second)
+    if len(mine) == len(theirs) == 1:
+        found = {"": differences(mine[0], theirs[0])}
     else:
-        lines = [f"{name}: {by if isinstance(by, str) else f'differs by up to {by:.2g}'}" for name, by in apart.items()]
-        print("\n".join([*found["what"], *lines]) or f"equal within {tolerance:g}")
-    return 1 if found["what"] or apart else 0
+        named, others = _by_id(mine), _by_id(theirs)
+        found = {id: differences(named[id], others[id]) for id in named if id in others}
+        gone = {id: "first" if id in named else "second" for id in (named.keys() ^ others.keys())}
+        found |= {id: {"what": [f"only in the {where}"], "tensors": {}} for id, where in sorted(gone.items())}
+    lines = [f"{id}: {line}" if id else line for id, each in found.items() for line in _lines(each, tolerance)]
+    if as_json:
+        print(json.dumps(found if found.keys() != {""} else found[""]))
+    else:
+        print("\n".join(lines) or f"equal within {tolerance:g}")
+    return 1 if lines else 0
+
+
+def _by_id(artefacts: Seq[Artefact] | Shard) -> dict[str, Artefact]:
+    found: dict[str, Artefact] = {}
+    for artefact in artefacts:
+        id, times = artefact.manifest.id, 1
+        while (name := id if times == 1 else f"{id} ({times})") in found:  # ids need not be unique
+            times += 1
+        found[name] = artefact
+    return found
+
+
+def _lines(found: dict[str, Any], tolerance: float) -> list[str]:
+    apart = {name: by for name, by in found["tensors"].items() if isinstance(by, str) or not by <= tolerance}
+    words = [f"{name}: {by if isinstance(by, str) else f'differs by up to {by:.2g}'}" for name, by in apart.items()]
+    return [*found["what"], *words]

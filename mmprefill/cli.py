@@ -174,7 +174,7 @@ def _add_batch(commands: Any) -> None:
         "batch", help="run a dataset of pictures and prompts into tables and KV files; goes on where it was ended"
     )
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="JSONL, CSV or Parquet files, folders of pictures, "
-                        "Hugging Face datasets on disk; globs and fsspec paths too")  # fmt: skip
+                        "Hugging Face datasets on disk or by their id; globs and fsspec paths too")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the output goes; the same again goes on with it")
     parser.add_argument("--emit", default="topk", metavar="A,B", help="any of kv, topk, logits, scores, embeddings, "
                         "hidden, text (default topk)")  # fmt: skip
@@ -194,8 +194,12 @@ def _add_batch(commands: Any) -> None:
     parser.add_argument("--part-rows", type=int, default=256, metavar="N", help="rows that are kept or lost together")
     parser.add_argument("--window", type=int, default=48, metavar="N", help="most rows in flight (default 48)")
     parser.add_argument("--retries", type=int, default=2, metavar="N", help="when the network fails (default 2)")
+    parser.add_argument("--retry-failed", action="store_true", help="do rows again that failed in an earlier run")
     parser.add_argument("--deadline", type=float, metavar="SECONDS", help="for one row")
     parser.add_argument("--max-errors", type=int, metavar="N", help="stop when more rows than this have failed")
+    parser.add_argument(
+        "--kv-shard", metavar="SIZE", default="256MiB", help="most of --emit kv in one file (default 256MiB)"
+    )
     parser.add_argument("--disk-budget", metavar="SIZE", help="stop before the output is larger, e.g. 20GiB")
     parser.add_argument("--allow-host", action="append", default=[], metavar="HOST", help="fetch pictures from there")
     parser.add_argument("--image-root", action="append", default=[], type=Path, metavar="DIR",
@@ -482,10 +486,12 @@ def _batch_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     names = (
         "format", "prompt", "image_column", "prompt_column", "messages_column", "id_column", "split", "choices", "top",
         "layer", "pooling", "hidden_layers", "limit", "part_rows", "window", "retries", "deadline", "max_errors",
+        "retry_failed",
     )  # fmt: skip
     settings = {name: getattr(arguments, name) for name in names}
     settings["emit"] = [each.strip() for each in arguments.emit.split(",")]
     settings["max_new_tokens"] = arguments.tokens
+    settings["kv_shard"] = parse_bytes(arguments.kv_shard)
     settings["disk_budget"] = parse_bytes(arguments.disk_budget) if arguments.disk_budget else None
     if arguments.shard:
         numbers = arguments.shard.split("/")

@@ -22,12 +22,13 @@ from typing import Any
 
 from mmprefill.config import PrefillConfig
 from mmprefill.job_files import Input, count, find
-from mmprefill.job_output import ERROR_COLUMNS, Budget, Served, StopJob, encoded, write_table
+from mmprefill.job_output import ERROR_COLUMNS, Budget, Served, StopJob, encoded, read_table, write_table
 from mmprefill.job_report import Display, JobEstimate, JobReport, display
 from mmprefill.job_rows import Columns, Row, affinity, rows
 from mmprefill.job_serve import IN_FLIGHT, Item, Server, Threads, Waiting, Workers, check_choices, describe
 from mmprefill.job_settings import JobSettings
-from mmprefill.job_state import JobFolder, write_whole
+from mmprefill.job_state import Commit, JobFolder, write_whole
+from mmprefill.job_svg import stages_svg
 from mmprefill.prefiller import Prefiller
 from mmprefill.types import Request
 
@@ -51,7 +52,8 @@ def run_job(
     """Prefill every row of a dataset and write what is wanted of it; goes on where an earlier run was ended.
 
     Args:
-        inputs: JSONL, CSV or Parquet files, folders of pictures, Hugging Face datasets on disk; globs, fsspec paths.
+        inputs: JSONL, CSV or Parquet files, folders of pictures, Hugging Face datasets on disk or by
+                their id on the hub; globs, fsspec paths.
         out: the folder for the output; with `shard`, a folder of the shard in it.
         model: folder or hub id; default: the bundled model.
         prefiller: an engine to use, instead of `model` and `config`.
@@ -150,10 +152,11 @@ def _opened(
 
 @dataclass
 class _Part:
-    """Rows that are committed together."""
+    """Rows that are committed together; those that failed in a part that was committed `before`, to be done again."""
 
     start: int
     rows: list[Row]
+    before: Commit | None = None
     left: int = 0  # groups that are not done
     served: list[Served] = field(default_factory=list)
 
@@ -173,10 +176,11 @@ class _Job:
         """Serve every row that is not done yet."""
         started = time.perf_counter()
         try:
-            self._check_errors()
+            if not self._settings.retry_failed:
+                self._check_errors()
             with workers:
                 for part in self._pending(every):
-                    for number, group in enumerate(self._groups(part)):
+                    for number, group in enumerate(self._groups(part), part.before.groups if part.before else 0):
                         self._land(workers.capacity - 1)
                         self._flying.append((part, workers.submit(part.start, number, group)))
                 self._land(0)
@@ -185,16 +189,25 @@ class _Job:
         finally:
             self._settle()
         self._report.seconds = time.perf_counter() - started
+        write_whole(self._folder.path / "report.svg", stages_svg(self._report).encode())
         self._report.nbytes = self._folder.nbytes
         self._folder.finish(complete=not self._report.stopped)
         return self._report
 
     def _pending(self, every: Iterable[Row]) -> Iterator[_Part]:
         """Parts of consecutive rows that are not done yet."""
-        part, ordinal = _Part(0, []), 0
+        part, ordinal, again = _Part(0, []), 0, list[Row]()
         for ordinal, row in enumerate(every):
-            if self._folder.covers(ordinal, row):
-                self._report.skipped += 1
+            done = self._folder.covers(ordinal, row)
+            if done:
+                if self._settings.retry_failed and any(each["index"] == row.index for each in done.errors):
+                    again.append(row)
+                else:
+                    self._report.skipped += 1
+                if again and ordinal + 1 == done.stop:
+                    self._report.failed_before -= len(again)
+                    yield _Part(done.start, again, done)
+                    again = []
             elif part.rows and part.start + len(part.rows) == ordinal and len(part.rows) < self._settings.part_rows:
                 part.rows.append(row)
             else:
@@ -235,12 +248,17 @@ class _Job:
                 self._commit(part)
 
     def _commit(self, part: _Part) -> None:
-        records = sorted((each for s in part.served for each in s.records), key=lambda each: int(each["index"]))
+        before = read_table(self._folder.path / part.before.table) if part.before else []
+        made = (each for s in part.served for each in s.records)
+        records = sorted((*before, *made), key=lambda each: int(each["index"]))
         errors = sorted((each for s in part.served for each in s.errors), key=lambda each: int(each["index"]))
         files = [file for s in part.served for file in s.files]
         self.budget.take(STATE + 2 * len(repr(errors)) + 256 * len(files))  # of the part's state and the error table
         table = write_table(self._folder.path, part.start, records, self._settings, self.budget)
-        self._folder.commit(part.start, part.rows, [table, *files], errors)
+        if part.before:
+            self._folder.amend(part.before, [table, *files], errors)
+        else:
+            self._folder.commit(part.start, part.rows, [table, *files], errors)
         part.rows, part.served = [], []
         self._check_errors()
 

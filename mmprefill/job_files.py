@@ -7,6 +7,7 @@ import glob
 import io
 import json
 import posixpath
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -22,12 +23,13 @@ from mmprefill.job_settings import JobSettings, extra
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
 TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 BATCH = 64  # rows read at once from columnar files
+HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", re.ASCII)
 Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Input:
-    """One file or folder: `kind` is "jsonl", "csv", "parquet", "folder" or "dataset"."""
+    """One file or folder: `kind` is "jsonl", "csv", "parquet", "folder", "dataset" or "hub" (a dataset's id)."""
 
     path: str
     kind: str
@@ -68,9 +70,17 @@ def _found(path: str) -> list[Input]:
     if Path(path).exists():
         return [_folder(Path(path)) if Path(path).is_dir() else _table(path)]
     matches = sorted(glob.glob(path, recursive=True))  # noqa: PTH207  the pattern may be absolute
+    if not matches and _is_hub_id(path):
+        return [Input(path, "hub")]
     if not matches:
         raise ValueError(f"{path}: no such file or folder, and no glob that matches one")
     return [_folder(Path(each)) if Path(each).is_dir() else _table(each) for each in matches]
+
+
+def _is_hub_id(path: str) -> bool:
+    """OWNER/NAME, with :CONFIG behind it if need be; not what looks like a table, nor what lies in a folder that is here."""
+    found = HUB_ID.fullmatch(path)
+    return bool(found) and not path.endswith(tuple(TABLES)) and not Path(path).parent.exists()
 
 
 def _remote_glob(path: str) -> list[str]:
@@ -118,6 +128,7 @@ def read(source: Input, split: str | None) -> Iterable[Values | Exception]:
         "parquet": _read_parquet,
         "folder": _read_folder,
         "dataset": partial(_read_dataset, split=split),
+        "hub": partial(_read_dataset, split=split),
     }
     return readers[source.kind](source.path)
 
@@ -187,7 +198,8 @@ def _read_dataset(path: str, split: str | None) -> Iterator[Values]:
 
 
 def _dataset(path: str, split: str | None) -> Any:
-    found = extra("datasets", "a Hugging Face dataset").load_from_disk(path)
+    datasets = extra("datasets", "a Hugging Face dataset")
+    found = datasets.load_from_disk(path) if Path(path).exists() else _from_hub(datasets, path)
     if isinstance(found, dict):
         names = list(found)
         if split is None and len(names) > 1:
@@ -196,6 +208,19 @@ def _dataset(path: str, split: str | None) -> Any:
             raise ValueError(f"{path}: no split {split!r}; there are {', '.join(names)}")
         found = found[split or names[0]]
     return found
+
+
+def _from_hub(datasets: Any, path: str) -> Any:
+    """All splits of a dataset of the hub, downloaded once and kept by `datasets`."""
+    named = HUB_ID.fullmatch(path)
+    assert named is not None
+    try:
+        return datasets.load_dataset(named[1], named[2])
+    except (OSError, ValueError, RuntimeError) as error:  # not there, not allowed, not reachable, several configs
+        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"{path}: no such file or folder here, and no dataset that the hub would give us: {said}"
+        ) from error
 
 
 def count(inputs: Seq[Input], settings: JobSettings) -> int | None:
@@ -211,7 +236,7 @@ def count(inputs: Seq[Input], settings: JobSettings) -> int | None:
 def _count(source: Input, split: str | None) -> int | None:
     if source.kind == "folder":
         return sum(1 for _ in _read_folder(source.path))
-    if source.kind == "dataset":
+    if source.kind in ("dataset", "hub"):
         return len(_dataset(source.path, split))
     if source.kind == "parquet":
         with opened(source.path) as file:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mmprefill.errors import EngineClosedError
 from mmprefill.job_rows import Row
 from mmprefill.job_settings import JobSettings, extra
 from mmprefill.job_state import part_name, write_whole
+from mmprefill.pipeline.kv_store import ShardWriter
 from mmprefill.prefiller import Prefiller
 from mmprefill.results import PrefillResult
 from mmprefill.types import Choice
@@ -84,6 +86,7 @@ class Output:
     def serve(self, start: int, number: int, rows: Seq[Row], outcomes: Seq[Outcome]) -> Served:
         """Everything that is wanted of a group of a part; a row that cannot be emitted fails alone."""
         served, tensors = Served(), dict[str, Tensor]()
+        shards = ShardWriter(partial(self._shard_name, start, number), self._settings.kv_shard)
         made = zip(self._texts(outcomes), self._scores(outcomes), strict=True)
         for row, outcome, (text, scores) in zip(rows, outcomes, made, strict=True):
             if isinstance(outcome, BaseException):
@@ -97,8 +100,7 @@ class Output:
                 record |= self._small(outcome, scores) | ({"text": text} if "text" in self._settings.emit else {})
                 mine = self._large(outcome)
                 if "kv" in self._settings.emit:
-                    served.files.append(self._save_kv(start, row, outcome))
-                    record["kv"] = self._name(served.files[-1])
+                    record["kv"] = self._save_kv(shards, outcome)
             except Exception as error:
                 if is_fatal(error):
                     raise
@@ -107,6 +109,8 @@ class Output:
             tensors |= {f"{row.index}.{name}": tensor for name, tensor in mine.items()}
             served.records.append(record)
             _count(served, outcome)
+        shards.flush()
+        served.files += shards.files
         if tensors:
             self._save_tensors(start, number, tensors, served)
         return served
@@ -118,7 +122,7 @@ class Output:
         found = self._together(outcomes, lambda them: self._prefiller.decode_many(them, most))
         return [each if isinstance(each, BaseException) else each.text for each in found]
 
-    def _scores(self, outcomes: Seq[Outcome]) -> list[Any]:
+    def _scores(self, outcomes: Seq[Outcome]) -> Seq[Any]:
         if "scores" not in self._settings.emit:
             return [None] * len(outcomes)
         return self._together(outcomes, lambda them: self._prefiller.score_results(them, self._settings.choices))
@@ -161,12 +165,15 @@ class Output:
             name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
         }
 
-    def _save_kv(self, start: int, row: Row, result: PrefillResult) -> Path:
+    def _save_kv(self, shards: ShardWriter, result: PrefillResult) -> str:
         hidden = sum(states.nbytes for states in result.hidden_states.values())
         self._budget.take(result.kv_bytes + result.next_token_logits.nbytes + hidden + HEADER)
-        folder = self._folder / "kv" / part_name(start)
+        return self._name(Path(shards.add(result)))
+
+    def _shard_name(self, start: int, group: int, number: int) -> Path:
+        folder = self._folder / "kv"
         folder.mkdir(parents=True, exist_ok=True)
-        return result.save(folder / f"{row.index:08d}.kv.safetensors")
+        return folder / f"{part_name(start)}-{group:03d}-{number:03d}.kv.safetensors"
 
     def _save_tensors(self, start: int, number: int, tensors: dict[str, Tensor], served: Served) -> None:
         data = save(tensors, {"format": "pt"})
@@ -188,6 +195,15 @@ def write_table(folder: Path, start: int, records: Seq[Record], settings: JobSet
     budget.take(len(data))
     write_whole(path, data)
     return path
+
+
+def read_table(path: Path) -> list[Record]:
+    """The records of a part's table."""
+    if path.suffix == ".parquet":
+        records: list[Record] = extra("pyarrow.parquet", "reading Parquet").read_table(path).to_pylist()
+        return records
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def columns(settings: JobSettings) -> dict[str, str]:

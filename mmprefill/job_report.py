@@ -85,7 +85,7 @@ class JobReport:
             f"{self.pictures} pictures, {self.reused_pictures} of them encoded for another row",
             *(f"  {count} x {name}: {self.examples.get(name, '')}" for name, count in most_common(self.errors)),
             *self._stage_lines(),
-            f"{human_bytes(self.nbytes)} in {self.out}",
+            f"{human_bytes(self.nbytes)} in {self.out}; the times as a picture in report.svg",
         ]
         return [*lines, f"stopped: {self.stopped}"] if self.stopped else lines
 

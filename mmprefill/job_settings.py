@@ -13,7 +13,8 @@ from mmprefill.errors import MMPrefillError
 EMITS = ("kv", "topk", "logits", "scores", "embeddings", "hidden", "text")
 FORMATS = ("jsonl", "parquet")
 POOLINGS = ("last", "mean", "none")
-_HOW = ("limit", "part_rows", "window", "retries", "max_errors", "disk_budget", "deadline")  # change no row's values
+# What changes no row's values.
+_HOW = ("limit", "part_rows", "window", "retries", "retry_failed", "kv_shard", "max_errors", "disk_budget", "deadline")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class JobSettings:
         part_rows: rows of one part of the output; what a killed job may have to do again.
         window: most rows in flight.
         retries: how often a picture is fetched again after the network failed.
+        retry_failed: rows that failed in an earlier run are done again.
+        kv_shard: most bytes of KV in one file, unless a row alone has more.
         max_errors: the job stops when more rows than this have failed; None never.
         disk_budget: most bytes of output; the job stops before it would write more.
         deadline: seconds for one row.
@@ -65,6 +68,8 @@ class JobSettings:
     part_rows: int = 256
     window: int = 48
     retries: int = 2
+    retry_failed: bool = False
+    kv_shard: int = 256 * 2**20
     max_errors: int | None = None
     disk_budget: int | None = None
     deadline: float | None = None
@@ -95,7 +100,7 @@ class JobSettings:
             raise ValueError("scores and choices go together: emit scores, and list the choices")
 
     def _check_numbers(self) -> None:
-        for name in ("top", "max_new_tokens", "limit", "part_rows", "window", "disk_budget", "deadline"):
+        for name in ("top", "max_new_tokens", "limit", "part_rows", "window", "kv_shard", "disk_budget", "deadline"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value!r}")

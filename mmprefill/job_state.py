@@ -2,7 +2,7 @@
 
     manifest.json                       how it was made; at the end also the counts
     rows/part-00000256.jsonl            the table, a file per part, named by its first row
-    tensors/part-00000256-000.safetensors, kv/part-00000256/<row>.kv.safetensors
+    tensors/part-00000256-000.safetensors, kv/part-00000256-000-000.kv.safetensors
     state/part-00000256.json            written last: a part is done when this is there and its files are as it says
     errors.jsonl                        rows that failed; made of the state files
 
@@ -29,7 +29,7 @@ from mmprefill.job_rows import Row
 from mmprefill.job_settings import differences
 
 FORMAT = 1
-OURS = re.compile(r"part-\d+|\.mmprefill-|\d+\.kv\.safetensors$")  # how the names of our files begin
+OURS = re.compile(r"part-\d+|\.mmprefill-")  # how the names of our files begin
 FOLDERS = ("rows", "tensors", "kv", "state")
 
 
@@ -61,6 +61,17 @@ class Commit:
     def failed(self) -> int:
         """Rows that failed."""
         return len(self.errors)
+
+    @property
+    def table(self) -> str:
+        """The file of its rows."""
+        return next(name for name in self.files if name.startswith("rows/"))
+
+    @property
+    def groups(self) -> int:
+        """A number above that of every group whose files it has."""
+        numbers = (re.match(r"(?:kv|tensors)/part-\d+-(\d+)", name) for name in self.files)
+        return max((int(found[1]) + 1 for found in numbers if found), default=0)
 
 
 def part_name(start: int) -> str:
@@ -156,15 +167,15 @@ class JobFolder:
 
     # While rows go by.
 
-    def covers(self, ordinal: int, row: Row) -> bool:
-        """Whether a row is done; called for every row in order.
+    def covers(self, ordinal: int, row: Row) -> Commit | None:
+        """The part in which a row is done; called for every row in order.
 
         Raises:
             JobError: if the done rows are not those of the input.
         """
         part = self._next
         if part is None or ordinal < part.start:
-            return False
+            return None
         self._digest.update(row.digest)
         if ordinal + 1 == part.stop:
             if self._digest.hexdigest() != part.digest:
@@ -173,7 +184,7 @@ class JobFolder:
                     "use another folder for another input"
                 )
             self._next, self._digest = next(self._done, None), hashlib.blake2b(digest_size=16)
-        return True
+        return part
 
     def check_end(self, ordinal: int) -> None:
         """The input has no fewer rows than were done.
@@ -187,12 +198,21 @@ class JobFolder:
     def commit(self, start: int, rows: Seq[Row], files: Seq[Path], errors: list[dict[str, Any]]) -> Commit:
         """Declare a part done; its files are on disk."""
         digest = hashlib.blake2b(b"".join(row.digest for row in rows), digest_size=16).hexdigest()
+        return self._declare(start, start + len(rows), digest, files, errors)
+
+    def amend(self, before: Commit, files: Seq[Path], errors: list[dict[str, Any]]) -> Commit:
+        """Declare that rows of a part which had failed were done again; `files` has its table and what is new."""
+        self.commits.remove(before)
+        kept = [self.path / name for name in before.files if not name.startswith("rows/")]
+        return self._declare(before.start, before.stop, before.digest, [*files, *kept], errors)
+
+    def _declare(self, start: int, stop: int, digest: str, files: Seq[Path], errors: list[dict[str, Any]]) -> Commit:
         sizes: dict[str, list[int | None]] = {}
         for file in files:
             name = file.relative_to(self.path).as_posix()
             crc = zlib.crc32(file.read_bytes()) if name.startswith("rows/") else None
             sizes[name] = [file.stat().st_size, crc]
-        commit = Commit(start, start + len(rows), digest, sizes, errors)
+        commit = Commit(start, stop, digest, sizes, errors)
         sync_folder(self.path)  # the folders that the files lie in
         write_whole(self.path / "state" / f"{part_name(start)}.json", json.dumps(asdict(commit)).encode())
         self.commits.append(commit)

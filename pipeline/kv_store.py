@@ -1,6 +1,7 @@
-"""The artefact: a prefilled request as one `.safetensors` file, and back.
+"""The artefact: a prefilled request as a `.safetensors` file, or many as one, and back into an engine.
 
-    length | {"__metadata__": {"mmprefill": <manifest>}, "layers.0.keys": ..., ...} | tensors, widest dtype first
+    {"__metadata__": {"mmprefill": <manifest>}, "layers.0.keys": ..., ...}
+    {"__metadata__": {"mmprefill.shard": {ids}, "mmprefill.0": <manifest>, ...}, "0/layers.0.keys": ..., ...}
 
 What is stored is what a transformers cache holds after the prompt, without its batch axis: full layers all rows,
 sliding ones their last window - 1, hybrids their convolution and recurrent states. A file is complete under its name or
@@ -10,57 +11,43 @@ not there at all; every tensor is compared with its checksum whenever it is read
 from __future__ import annotations
 
 import json
-import math
-import os
-import stat
 import time
-import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from importlib import metadata
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import DynamicCache
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
 from mmprefill.errors import ArtefactError, UnsupportedModelError
-from mmprefill.files import write_atomically
-from mmprefill.pipeline import decode, positions
+from mmprefill.pipeline import decode
 from mmprefill.pipeline.kv_cache import SequenceKV, hand_over
+from mmprefill.pipeline.kv_file import INDEX, KEY, MARK, MOST_HEADER, check_target, entry_of, on_host, write
+from mmprefill.pipeline.kv_read import Artefact, copied, load
 from mmprefill.pipeline.manifest import (
     FORMAT,
     KEYED,
     KINDS,
-    MOST_AXES,
     RECURRENT,
-    WINDOWED,
     Identity,
     LayerKind,
     Manifest,
     MediaEntry,
     Positions,
     TensorEntry,
-    build,
+    canonical,
     config_digest,
-    strict_json,
+    digest,
 )
 from mmprefill.types import MediaItem
 
 if TYPE_CHECKING:
     from mmprefill.results import PrefillResult, Session
 
-KEY = "mmprefill"
-MOST_HEADER = 32 << 20  # bytes; some four million token ids
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ENTRY = 256  # bytes of a header for the name and place of a tensor, at most
 
 
 # Writing.
@@ -77,37 +64,20 @@ def save(result: PrefillResult, path: Path) -> Path:
         OSError: if the file cannot be written; nothing is left behind.
     """
     path = Path(path)
-    _check_target(path)
+    check_target(path)
+    text, tensors = stored(result)
+    return write(path, {KEY: text}, tensors)
+
+
+def stored(result: PrefillResult) -> tuple[str, dict[str, Tensor]]:
+    """A result as its manifest and its tensors, on the host.
+
+    Raises:
+        UnsupportedModelError: for a cache layer whose states are not known here.
+    """
     identity = identity_of(result.session)
-    tensors = {name: _on_host(tensor) for name, tensor in _tensors_of(result, identity.layers).items()}
-    entries = {n: TensorEntry(NAMES[t.dtype], tuple(t.shape), zlib.crc32(_bytes(t))) for n, t in tensors.items()}
-    text = _manifest_of(result, identity, entries).to_json()
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps every tensor aligned
-    header = _header(text, {name: entries[name] for name in order})
-    if len(header) > MOST_HEADER:
-        raise ArtefactError(f"{path}: a manifest of {len(header)} bytes; at most {MOST_HEADER} are read back")
-    prefix = len(header).to_bytes(8, "little") + header
-    write_atomically(path, chain([prefix], (_bytes(tensors[name]) for name in order)))
-    return path
-
-
-def _check_target(path: Path) -> None:
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISREG(mode):
-        raise ArtefactError(f"{path} is {_kind_of(mode)}; an artefact is written to a regular file only")
-
-
-def _kind_of(mode: int) -> str:
-    named = {
-        stat.S_IFDIR: "a directory",
-        stat.S_IFLNK: "a symbolic link",
-        stat.S_IFIFO: "a pipe",
-        stat.S_IFSOCK: "a socket",
-    }
-    return named.get(stat.S_IFMT(mode), "a device")
+    tensors = {name: on_host(tensor) for name, tensor in _tensors_of(result, identity.layers).items()}
+    return _manifest_of(result, identity, {name: entry_of(t) for name, t in tensors.items()}).to_json(), tensors
 
 
 def identity_of(session: Session) -> Identity:
@@ -187,258 +157,61 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous()
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """A contiguous host tensor's bytes, without a copy."""
-    return tensor.flatten().view(torch.uint8).numpy().data
-
-
-def _header(manifest: str, entries: Mapping[str, TensorEntry]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {KEY: manifest}}
-    end = 0
-    for name, entry in entries.items():
-        start, end = end, end + _size(entry.dtype, entry.shape)
-        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)
-
-
-# Reading.
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """A tensor as the safetensors header places it."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
-class Artefact:
-    """A stored prefill. Tensors are read from a memory map when asked for, and compared with their checksums each time.
-
-    What `tensor`, `states` and `layer` return is the map itself (read it, do not write to it); `cache` copies.
-    The file may be replaced meanwhile by `save`, but must not be cut short in place.
-    """
-
-    def __init__(self, path: Path, manifest: Manifest, handle: Any, found: os.stat_result) -> None:
-        self.path, self.manifest = path, manifest
-        self._handle, self._found = handle, found
-
-    def tensor(self, name: str) -> Tensor:
-        """One tensor by its name in the file.
-
-        Raises:
-            KeyError: if there is none of that name.
-            ArtefactError: if it is not what the manifest says.
-        """
-        entry = self.manifest.tensors[name]
-        self._check_size()
-        try:
-            tensor: Tensor = self._handle.get_tensor(name)
-        except (SafetensorError, RuntimeError, ValueError, OSError) as error:
-            raise ArtefactError(f"{self.path}: tensor {name!r} cannot be read: {error}") from error
-        if (NAMES.get(tensor.dtype), tuple(tensor.shape)) != (entry.dtype, entry.shape):
-            raise ArtefactError(
-                f"{self.path}: tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, not as the manifest says"
-            )
-        if zlib.crc32(_bytes(tensor)) != entry.crc32:
-            raise ArtefactError(f"{self.path}: tensor {name!r} does not match its checksum; the file is damaged")
-        return tensor
-
-    def _check_size(self) -> None:
-        """A map of a file that was cut short kills the process when it is read."""
-        try:
-            now = self.path.stat()
-        except OSError:
-            return  # removed or replaced: the map keeps what it had
-        if (now.st_dev, now.st_ino) == (self._found.st_dev, self._found.st_ino) and now.st_size != self._found.st_size:
-            raise ArtefactError(f"{self.path}: {now.st_size} bytes, was {self._found.st_size}; it changed while open")
-
-    def states(self, i: int) -> dict[str, Tensor]:
-        """All tensors of layer i, by name: "keys", "values", "conv_states.0", ..."""
-        i = range(len(self.manifest.rows))[i]
-        return {name: self.tensor(f"layers.{i}.{name}") for name in self.manifest.state_names(i)}
-
-    def layer(self, i: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [G, rows, W] of layer i.
-
-        Raises:
-            ValueError: for a layer that keeps no keys.
-        """
-        kind = self.manifest.identity.layers[i].kind
-        if kind not in KEYED:
-            raise ValueError(f"layer {i} is {kind}: it keeps no keys and values, see states({i})")
-        i = range(len(self.manifest.rows))[i]
-        return self.tensor(f"layers.{i}.keys"), self.tensor(f"layers.{i}.values")
-
-    @property
-    def next_token_logits(self) -> Tensor:
-        """[V] float32."""
-        return self.tensor("next_token_logits")
-
-    @property
-    def positions(self) -> Tensor:
-        """[P, T] int64."""
-        found = self.tensor("position_ids")
-        if positions.next_position(found) != self.manifest.positions.next:
-            raise ArtefactError(
-                f"{self.path}: next position {self.manifest.positions.next} does not follow from the positions"
-            )
-        return found
-
-    @property
-    def hidden_states(self) -> dict[int, Tensor]:
-        """Layer -> [T, D], for the layers that were asked for."""
-        return {layer: self.tensor(f"hidden.{layer}") for layer in self.manifest.hidden_layers}
-
-    def verify(self) -> None:
-        """Read everything.
-
-        Raises:
-            ArtefactError: naming the first tensor that is damaged.
-        """
-        for name in self.manifest.tensors:
-            self.tensor(name)
-        _ = self.positions
-
-    def cache(self, device: str | torch.device = "cpu") -> DynamicCache:
-        """A new transformers cache of batch 1, as the model's own forward would have left it; needs no engine."""
-        cache = DynamicCache()
-        cache.layer_class_to_replicate = None  # the layers are all there; none is added on demand
-        cache.layers = [
-            _restored(
-                kind, {name: _copy(state, device) for name, state in self.states(i).items()}, self.manifest.length
-            )
-            for i, kind in enumerate(self.manifest.identity.layers)
-        ]
-        return cache
-
-    def inputs(self, device: str | torch.device = "cpu") -> dict[str, Any]:
-        """Arguments with which a plain `model.generate(**artefact.inputs(), max_new_tokens=n)` goes on.
-
-        `generate` wants one token more than the cache holds: the most probable next token is appended to the prompt,
-        and `n` counts from there.
-        """
-        first = int(self.next_token_logits.argmax())
-        ids = torch.tensor([[*self.manifest.token_ids, first]], device=device)
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "cache": self.cache(device)}
-        where = self.manifest.positions
-        if where.rows > 1:  # only the last column counts: generate goes on from it
-            inputs["position_ids"] = torch.full((where.rows, *ids.shape), where.next, device=device)
-        return inputs
-
-
-def load(path: str | Path) -> Artefact:
-    """Open an artefact: its header is read and checked, its tensors are not touched yet.
+def save_shard(results: Iterable[PrefillResult], path: str | Path) -> Path:
+    """Write results as one file; an existing one is replaced in one step.
 
     Raises:
-        ArtefactError: if it is not a whole artefact of a format that is read here, saying what is wrong.
+        ArtefactError: if the path is something else than a regular file, or the header would be too long to be read.
+        UnsupportedModelError: for a cache layer whose states are not known here.
+        OSError: if the file cannot be written; nothing is left behind.
     """
     path = Path(path)
-    try:
-        with _open_regular(path) as file:
-            found = os.fstat(file.fileno())
-            text, slots = _read_header(file, found.st_size)
-        manifest = Manifest.from_json(text)
-        _compare(manifest, slots)
-        return Artefact(path, manifest, safe_open(path, framework="pt"), found)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ArtefactError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    check_target(path)
+    return _write(path, [(result.id, *stored(result)) for result in results])
 
 
-def _open_regular(path: Path) -> BinaryIO:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not make us wait for a writer
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        raise ValueError(f"it is {_kind_of(mode)}, not a file")
-    return os.fdopen(descriptor, "rb")
+def _write(path: Path, each: Seq[tuple[str, str, Mapping[str, Tensor]]]) -> Path:
+    fields = {"format": 1, "ids": [id for id, _, _ in each]}
+    about = {INDEX: canonical({**fields, "checksum": digest(fields)})}
+    about |= {f"{KEY}.{number}": text for number, (_, text, _) in enumerate(each)}
+    tensors = {f"{number}/{name}": t for number, (_, _, named) in enumerate(each) for name, t in named.items()}
+    return write(path, about, tensors)
 
 
-def _read_header(file: BinaryIO, size: int) -> tuple[str, dict[str, _Slot]]:
-    """The manifest's text and where the tensors lie; offsets must tile the rest of the file exactly."""
-    start = file.read(8)
-    length = int.from_bytes(start, "little")
-    if len(start) < 8 or length > min(size - 8, MOST_HEADER):
-        if start.startswith((b"PK", b"\x80")):  # asked last: a header's length may begin with these bytes
-            raise ValueError("it looks like a pickle or an archive; only safetensors files are read")
-        raise ValueError(f"a header of {length} bytes in a file of {size}: not a safetensors file, or cut short")
-    raw = strict_json(file.read(length).decode())
-    if not isinstance(raw, dict):
-        raise ValueError("the header is not a JSON object")
-    about = raw.pop("__metadata__", None)
-    if not isinstance(about, dict) or about.keys() != {KEY} or not isinstance(about[KEY], str):
-        raise ValueError("a safetensors file without a manifest of mmprefill (a model's weights?)")
-    slots = {name: build(_Slot, each, f"tensor {name[:80]!r}") for name, each in raw.items()}
-    _check_slots(slots, size - 8 - length)
-    return about[KEY], slots
+class ShardWriter:
+    """Puts results into shards of bounded size, one after another.
 
+    Args:
+        name: the path of shard n.
+        most: bytes of tensors in a shard; a result that has more is alone in its own.
+    """
 
-def _check_slots(slots: Mapping[str, _Slot], size: int) -> None:
-    end = 0
-    for name, slot in sorted(slots.items(), key=lambda each: each[1].data_offsets):
-        if slot.dtype not in DTYPES or len(slot.shape) > MOST_AXES:
-            raise ValueError(f"tensor {name[:80]!r} has dtype {slot.dtype[:80]!r} and {len(slot.shape)} axes")
-        if slot.data_offsets != (end, end + _size(slot.dtype, slot.shape)):
-            raise ValueError(
-                f"tensor {name[:80]!r} of {slot.dtype} {slot.shape} cannot lie at bytes {slot.data_offsets}"
-            )
-        end = slot.data_offsets[1]
-    if end != size:
-        raise ValueError(f"{size} bytes of tensors, {end} expected: cut short or appended to")
+    def __init__(self, name: Callable[[int], Path], most: int) -> None:
+        self._name, self._most = name, most
+        self._held: list[tuple[str, str, Mapping[str, Tensor]]] = []
+        self._bytes = self._header = 0
+        self.files: list[Path] = []
 
+    def add(self, result: PrefillResult) -> str:
+        """Take a result; returns where it will be: the name of its shard, and its place there.
 
-def _size(dtype: str, shape: tuple[int, ...]) -> int:
-    return math.prod(shape) * DTYPES[dtype].itemsize
+        Raises:
+            UnsupportedModelError: as `save_shard`; also OSError, if the shard that was full cannot be written.
+        """
+        text, tensors = stored(result)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        header = 2 * len(text) + _ENTRY * len(tensors)  # quotes are escaped, being a string in JSON
+        if self._held and (self._bytes + size > self._most or self._header + header > MOST_HEADER):
+            self.flush()
+        self._held.append((result.id, text, tensors))
+        self._bytes, self._header = self._bytes + size, self._header + header
+        return f"{self._name(len(self.files))}{MARK}{len(self._held) - 1}"
 
-
-def _compare(manifest: Manifest, slots: Mapping[str, _Slot]) -> None:
-    said = {name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}
-    there = {name: (slot.dtype, slot.shape) for name, slot in slots.items()}
-    wrong = sorted(name for name in said.keys() | there.keys() if said.get(name) != there.get(name))
-    if wrong:
-        raise ValueError(
-            f"tensor {wrong[0][:80]!r}: the manifest says {said.get(wrong[0])}, the header {there.get(wrong[0])}"
-        )
-
-
-def _copy(tensor: Tensor, device: str | torch.device) -> Tensor:
-    return tensor.to(device, copy=True)
-
-
-def _restored(kind: LayerKind, states: Mapping[str, Tensor], length: int) -> Any:
-    """A transformers cache layer as it was: filled through its own initialisation, with the batch axis back."""
-    layer = DYNAMIC_LAYER_TYPE_MAPPING[kind.kind](sliding_window=kind.window, number_of_states=kind.states)
-    if kind.kind in KEYED:
-        keys, values = states["keys"][None], states["values"][None]
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
-    if kind.kind in WINDOWED:
-        layer.cumulative_length = length
-    if kind.kind == "indexed_attention":
-        layer.lazy_initialization_indexer(states["indexer_keys"][None])
-        layer.indexer_keys = states["indexer_keys"][None]
-        if "indexer_position_ids" in states:
-            layer.indexer_position_ids = states["indexer_position_ids"][:, None]
-    for j in range(kind.states or 0):
-        _restore_recurrent(layer, j, states)
-    return layer
-
-
-def _restore_recurrent(layer: Any, j: int, states: Mapping[str, Tensor]) -> None:
-    """Copied into the layer's own buffers: it marks their addresses as fixed for compiled decoding."""
-    if f"conv_states.{j}" in states:
-        layer.lazy_initialization(conv_states=states[f"conv_states.{j}"][None], state_idx=j)
-        layer.conv_states[j].copy_(states[f"conv_states.{j}"][None])
-        layer.has_previous_state[j] = True
-    if f"recurrent_states.{j}" in states:
-        layer.lazy_initialization(recurrent_states=states[f"recurrent_states.{j}"][None], state_idx=j)
-        layer.recurrent_states[j].copy_(states[f"recurrent_states.{j}"][None])
+    def flush(self) -> None:
+        """Write what is held."""
+        if self._held:
+            self.files.append(_write(self._name(len(self.files)), self._held))
+            self._held, self._bytes, self._header = [], 0, 0
 
 
 # Back into an engine.
@@ -466,9 +239,9 @@ def _resumed(session: Session, artefact: Artefact) -> dict[str, Any]:
         "token_ids": torch.tensor(manifest.token_ids),
         "positions": artefact.positions.clone(),
         "next_position": manifest.positions.next,
-        "next_token_logits": _copy(artefact.next_token_logits, device),
+        "next_token_logits": copied(artefact.next_token_logits, device),
         "emitted": _sequence(artefact, device) if packed else artefact.cache(device),
-        "hidden_states": {layer: _copy(states, device) for layer, states in artefact.hidden_states.items()},
+        "hidden_states": {layer: copied(states, device) for layer, states in artefact.hidden_states.items()},
         "media": tuple(MediaItem(m.medium, bytes.fromhex(m.digest), m.size, m.frames) for m in manifest.media),
         "spans": tuple(m.spans for m in manifest.media),
         "seconds": {"load": time.perf_counter() - started},

@@ -6,7 +6,7 @@ import checkpoints
 import pytest
 
 from mmprefill.cli import main
-from mmprefill.pipeline.kv_store import load
+from mmprefill.pipeline.kv_read import load
 from mmprefill.prefiller import Prefiller
 
 
@@ -59,7 +59,7 @@ def test_verify(capsys, stored, tmp_path):
     assert (code, told["files"], len(told["damaged"])) == (1, 4, 3)
     assert "checksum" in told["damaged"][str(tmp_path / "bad.kv.safetensors")]
     code, out = run(capsys, "verify", tmp_path)
-    assert "4 files, 3 damaged" in out.out
+    assert "4 files, 4 requests, 3 damaged" in out.out
 
 
 def test_diff(capsys, stored):

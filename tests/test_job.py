@@ -24,7 +24,7 @@ from mmprefill.fetch import Fetcher
 from mmprefill.job_settings import EMITS, JobSettings
 from mmprefill.metrics import Observer
 from mmprefill.models import load
-from mmprefill.pipeline.kv_store import load as load_kv
+from mmprefill.pipeline.kv_read import load as load_kv
 from mmprefill.prefiller import Prefiller
 
 
@@ -511,10 +511,96 @@ def test_interrupted_in_the_middle(heard, data, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             mmprefill.run_job(source, tmp_path / "out", prefiller=heard, **settings)
     assert [each.name for each in (tmp_path / "out" / "state").iterdir()] == ["part-00000000.json"]
-    assert {each.parts[0] for each in map(Path, files(tmp_path / "out" / "kv"))} == {"part-00000000"}
+    assert {each[:13] for each in files(tmp_path / "out" / "kv")} == {"part-00000000"}
     assert [each["index"] for each in failures(tmp_path / "out")] == [1]
     report = mmprefill.run_job(source, tmp_path / "out", prefiller=heard, **settings)
     assert (report.ok, report.failed, report.skipped) == (8, 0, 4)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_failed_rows_are_done_again(heard, data, tmp_path, form):
+    """`retry_failed` asks for those rows and no others; the output is then that of a job in which nothing had failed."""
+    rows = simple(11)
+    for i in (1, 2, 9):
+        rows[i]["images"] = [f"late{i}.png"]
+    source, emit = write(data / "in.jsonl", rows), ("topk", "kv", "logits")
+    settings = {"prefiller": heard, "part_rows": 4, "window": 6, "emit": emit, "format": form}
+    first = mmprefill.run_job(source, tmp_path / "out", limit=8, **settings)
+    assert (first.ok, first.failed) == (6, 2)
+    (data / "late1.png").write_bytes(png(data))
+    (data / "late9.png").write_bytes(png(data))
+    heard.heard.asked.clear()
+    again = mmprefill.run_job(source, tmp_path / "out", retry_failed=True, max_errors=1, **settings)
+    assert (again.ok, again.failed, again.skipped, again.failed_before) == (4, 1, 6, 0)
+    assert sorted(heard.heard.asked) == ["r1", "r10", "r2", "r8", "r9"]
+    (data / "late2.png").write_bytes(png(data))
+    last = mmprefill.run_job(source, tmp_path / "out", retry_failed=True, **settings)
+    assert (last.ok, last.failed, last.skipped, last.exit_code) == (1, 0, 10, 0)
+    mmprefill.run_job(source, tmp_path / "clean", **settings)
+    found, clean = records(tmp_path / "out"), records(tmp_path / "clean")
+    assert [each["id"] for each in found] == [row["id"] for row in rows]
+    for mine, theirs in zip(found, clean, strict=True):
+        assert mine["top_ids"] == theirs["top_ids"]
+        same_cache(load_kv(tmp_path / "out" / mine["kv"]).cache(), load_kv(tmp_path / "clean" / theirs["kv"]).cache())
+        pair = [
+            load_file(out / each["tensors"]) for out, each in ((tmp_path / "out", mine), (tmp_path / "clean", theirs))
+        ]
+        torch.testing.assert_close(*(each[f"{mine['index']}.logits"] for each in pair), **NEAR)
+    done = mmprefill.run_job(source, tmp_path / "out", retry_failed=True, **settings)
+    assert (done.ok, done.failed, done.skipped) == (0, 0, 11)
+
+
+def test_kv_goes_into_shards(prefiller, data, tmp_path):
+    """Rows of a group share a file, up to a size; each row's record says where it is."""
+    source = write(data / "in.jsonl", simple(12))
+    settings = {"prefiller": prefiller, "emit": ("kv",), "window": 18}
+    mmprefill.run_job(source, tmp_path / "few", **settings)
+    mmprefill.run_job(source, tmp_path / "many", kv_shard=1, **settings)
+    assert (len(files(tmp_path / "few" / "kv")), len(files(tmp_path / "many" / "kv"))) == (2, 12)
+    for mine, theirs in zip(records(tmp_path / "few"), records(tmp_path / "many"), strict=True):
+        pair = [load_kv(out / each["kv"]) for out, each in ((tmp_path / "few", mine), (tmp_path / "many", theirs))]
+        assert [each.manifest.id for each in pair] == [mine["id"]] * 2
+        same_cache(*(each.cache() for each in pair))
+
+
+def test_a_dataset_of_the_hub(prefiller, data, tmp_path, monkeypatch):
+    """An id is one where no file or folder is; what the hub says is told. Nothing is asked for paths that are none."""
+    import datasets
+
+    asked = []
+
+    def load_dataset(name, config):
+        asked.append((name, config))
+        if name != "some-one/questions":
+            raise ConnectionError("Couldn't reach the Hub\nmore")
+        return datasets.DatasetDict(test=datasets.Dataset.from_list([{"id": "a", "prompt": "hello"}]))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    mmprefill.run_job("some-one/questions:easy", tmp_path / "out", prefiller=prefiller)
+    assert [each["id"] for each in records(tmp_path / "out")] == ["a"]
+    assert set(asked) == {("some-one/questions", "easy")}
+    with pytest.raises(
+        ValueError, match=r"no/where: no such file or folder here, and no dataset .* Couldn't reach the Hub$"
+    ):
+        mmprefill.run_job("no/where", tmp_path / "other", prefiller=prefiller)
+    asked.clear()
+    monkeypatch.chdir(data.parent)
+    for path in ("data/questions", "./no/where", "no/where/else", "no/where.jsonl", "/no/where"):
+        with pytest.raises(ValueError, match="no such file or folder, and no glob"):
+            mmprefill.run_job(path, tmp_path / "other", prefiller=prefiller)
+    assert asked == []
+
+
+def test_the_report_is_a_picture_too(prefiller, data, tmp_path):
+    """Stage times as an SVG beside the manifest, whatever was served."""
+    from xml.etree import ElementTree
+
+    source = write(data / "in.jsonl", simple(3))
+    for wanted in ("prefill", "no row was served"):
+        mmprefill.run_job(source, tmp_path / "out", prefiller=prefiller)
+        text = (tmp_path / "out" / "report.svg").read_text()
+        assert ElementTree.fromstring(text).tag.endswith("svg")
+        assert wanted in text
 
 
 def test_torn_files_are_repaired(heard, data, tmp_path):
@@ -527,13 +613,14 @@ def test_torn_files_are_repaired(heard, data, tmp_path):
     table.write_bytes(table.read_bytes()[:-10])
     table = tmp_path / "out" / "rows" / "part-00000004.jsonl"
     table.write_bytes(table.read_bytes().replace(b"r5", b"r9"))
-    (tmp_path / "out" / before[7]["kv"]).unlink()
+    lost = tmp_path / "out" / before[7]["kv"].partition("#")[0]
+    lost.unlink()
     (tmp_path / "out" / "rows" / "part-00000003.jsonl").write_text("left over")
     report = mmprefill.run_job(source, tmp_path / "out", prefiller=heard, part_rows=2, emit=("topk", "kv"))
     assert (report.ok, report.skipped) == (6, 2)
     assert sorted(heard.heard.asked) == [f"r{i}" for i in range(2, 8)]
     assert same(records(tmp_path / "out"), before)
-    assert (tmp_path / "out" / before[7]["kv"]).exists()
+    assert lost.exists()
 
 
 def test_changed_settings_are_refused(prefiller, bundle, data, tmp_path):

@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicIndexedLayer
 import mmprefill
 from mmprefill import Prefiller
 from mmprefill.errors import ArtefactError, UnsupportedModelError
-from mmprefill.pipeline import decode, kv_store, manifest
+from mmprefill.pipeline import decode, kv_read, kv_store, manifest
 
 FAMILIES = ["smolvlm", "qwen2_5_vl", "gemma3", "kimi_k25", "qwen3_5"]
 PROMPT = "What is in this picture? Count 12 cats."
@@ -225,7 +225,7 @@ def test_indexed_layers_come_back():
     layer.update_indexer(torch.randn(1, 5, 3))
     layer.indexer_position_ids = torch.arange(15).reshape(3, 1, 5)
     kind = manifest.LayerKind("indexed_attention")
-    again = kv_store._restored(kind, kv_store._states_of(layer, kind), 5)
+    again = kv_read._restored(kind, kv_store._states_of(layer, kind), 5)
     assert same(vars(again), vars(layer))
 
 

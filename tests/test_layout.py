@@ -40,8 +40,10 @@ SURFACE = {
     "Rendered": "class mmprefill.types",
     "Request": "class mmprefill.types",
     "Trace": "class mmprefill.trace",
-    "load": "function mmprefill.pipeline.kv_store",
+    "load": "function mmprefill.pipeline.kv_read",
+    "load_shard": "function mmprefill.pipeline.kv_read",
     "run_job": "function mmprefill.job",
+    "save_shard": "function mmprefill.pipeline.kv_store",
 }
 
 

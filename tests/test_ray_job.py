@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import mmprefill
 from mmprefill.cli import main
 from mmprefill.errors import MMPrefillError
-from mmprefill.pipeline.kv_store import load as load_kv
+from mmprefill.pipeline.kv_read import load as load_kv
 
 
 @pytest.fixture
