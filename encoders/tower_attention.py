@@ -117,8 +117,12 @@ def install(base: nn.Module, decoder: nn.Module) -> None:
     inside = {id(module) for module in decoder.modules()}
     kept = {id(decoder.config), id(base.config)}
     for module in base.modules():
+        if id(module) in inside:
+            continue
+        if _embeds_patches(module):
+            module.register_forward_hook(_laid_out)
         config = getattr(module, "config", None)
-        if config is None or id(module) in inside or id(config) in kept:
+        if config is None or id(config) in kept:
             continue
         if getattr(config, "_attn_implementation", "") == "sdpa":
             config._attn_implementation = NAME_BOUNDS if _takes_bounds(module) else NAME
@@ -127,3 +131,13 @@ def install(base: nn.Module, decoder: nn.Module) -> None:
 def _takes_bounds(tower: nn.Module) -> bool:
     """Whether a tower's attention knows boundaries between windows or pictures."""
     return any("cu_seqlens" in inspect.signature(module.forward).parameters for module in tower.modules())
+
+
+def _embeds_patches(module: nn.Module) -> bool:
+    fresh = _laid_out not in module._forward_hooks.values()
+    return fresh and any(isinstance(child, nn.Conv2d) for child in module.children())
+
+
+def _laid_out(_: nn.Module, __: Any, output: Any) -> Any:
+    """A convolution's channels come first in memory; sums keep that, and every norm of the tower would copy its input."""
+    return output.contiguous() if isinstance(output, Tensor) and output.device.type == "cpu" else output
