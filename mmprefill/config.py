@@ -78,8 +78,8 @@ class PrefillConfig:
         encoder_bytes: encoder outputs kept for pictures that come back; 0 keeps none.
         prefix_bytes: KV kept for prompts that share a beginning; 0 keeps none.
         max_tokens: most prompt tokens of one request; None takes the model's context.
-        pack_weights: on a CPU, large linear layers keep their weights in oneDNN's layout, in place of the plain ones. The
-            model is the bundle's: engines that share it share this.
+        pack_weights: on a CPU, large linear layers keep their weights in oneDNN's layout, in place of the plain ones, and
+            RMS norms run in one pass. The model is the bundle's: engines that share it share this.
     """
 
     media: MediaLimits = field(default_factory=MediaLimits)

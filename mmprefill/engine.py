@@ -31,7 +31,7 @@ from mmprefill.encoders.text import Intake
 from mmprefill.errors import DeadlineError, EngineClosedError, RequestError
 from mmprefill.metrics import SILENT, Observer, guarded
 from mmprefill.models import ModelBundle, load
-from mmprefill.pipeline import batcher, calibrate, decode, generic, linear, memory, merge, positions
+from mmprefill.pipeline import batcher, calibrate, decode, generic, linear, memory, merge, norm, positions
 from mmprefill.pipeline.driver import Active, Driver
 from mmprefill.pipeline.prefill import Prefill
 from mmprefill.pipeline.prefix import adopt
@@ -77,6 +77,7 @@ class AsyncPrefiller:
         self._lanes.prefill.call(tower_attention.install, self.family.base, self.family.decoder)
         if self.config.pack_weights:
             self._lanes.prefill.call(linear.pack, bundle.model)
+            self._lanes.prefill.call(norm.fuse, bundle.model)
         self.session = Session(bundle, self.family, route, self._lanes.prefill)
         self.intake = Intake(bundle.processor, self.family.placeholders, self.config, bundle.context)
         self._host = ThreadPoolExecutor(
@@ -97,8 +98,10 @@ class AsyncPrefiller:
         self._rate = Throttler(rate_limit=1, period=1 / rate) if rate else None
         self._closed, self._closing = False, threading.Lock()  # nothing is submitted behind the last look of `_drain`
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="mmprefill-engine", daemon=True)
+        self._thread = threading.Thread(target=_run, args=(self._loop,), name="mmprefill-engine", daemon=True)
         self._thread.start()
+        self._dropped = weakref.finalize(self, _wind_up, self._loop, self._driver)
+        self._dropped.atexit = False
         atexit.register(
             _close, weakref.ref(self)
         )  # for those who forget: else the interpreter ends around a running loop
@@ -415,24 +418,26 @@ class AsyncPrefiller:
 
     # Life cycle.
 
-    async def aclose(self) -> None:
-        """Finish what was admitted, then end every thread."""
-        await asyncio.to_thread(self.close)
+    async def aclose(self, *, cancel: bool = False) -> None:
+        """Finish what was admitted, or with `cancel` fail it with `EngineClosedError`; then end every thread."""
+        await asyncio.to_thread(self.close, cancel=cancel)
 
-    def close(self) -> None:
+    def close(self, *, cancel: bool = False) -> None:
         """`aclose`, blocking; safe to call twice."""
         with self._closing:
             if self._closed:
                 return
             self._closed = True
-        asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
+        self._dropped.detach()
+        asyncio.run_coroutine_threadsafe(self._drain(cancel), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.close()
         self._host.shutdown()
         self._lanes.close()
 
-    async def _drain(self) -> None:
+    async def _drain(self, cancel: bool) -> None:
+        if cancel:
+            self._driver.die(EngineClosedError("the engine was closed before this was done"))
         while rest := asyncio.all_tasks() - {asyncio.current_task()} - self._driver.loops:
             await asyncio.gather(*rest, return_exceptions=True)
         self._driver.stop()
@@ -477,6 +482,29 @@ class Clock:
         """The time since the last lap belongs to `stage`."""
         now = time.perf_counter()
         self.laps[stage], self._last = now - self._last, now
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """An engine's thread."""
+    loop.run_forever()
+    loop.close()
+
+
+def _wind_up(loop: asyncio.AbstractEventLoop, driver: Driver) -> None:
+    """An engine was dropped without `close`: end its loop, which nobody can reach any more.
+
+    Nothing is in flight, else it would still be held. Its other threads end with whoever is the last to hold them: a
+    result may still want to be decoded. Called by the garbage collector on any thread, so nothing is waited for.
+    """
+
+    async def end() -> None:
+        loops = driver.loops
+        driver.stop()
+        await asyncio.gather(*loops, return_exceptions=True)
+        await loop.shutdown_default_executor()
+        loop.stop()
+
+    asyncio.run_coroutine_threadsafe(end(), loop)
 
 
 def _close(engine: weakref.ref[AsyncPrefiller]) -> None:

@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmprefill.pipeline import norm
+
 FEWEST = 2**16  # weights in a layer worth packing: below, the call itself is what takes the time
 Activation = tuple[str, str]  # oneDNN's name, and which algorithm
 PLAIN: Activation = ("none", "")
@@ -110,12 +112,14 @@ def unpack(model: nn.Module) -> list[nn.Module]:
 @contextmanager
 def unpacked(model: nn.Module) -> Iterator[None]:
     """Within the block the model is as it was loaded."""
-    changed = unpack(model)
+    changed, norms = unpack(model), norm.undo(model)
     try:
         yield
     finally:
         if changed:
             pack(model)
+        if norms:
+            norm.fuse(model)
 
 
 def _set(layer: nn.Linear, kind: type[nn.Linear], weight: Tensor) -> None:

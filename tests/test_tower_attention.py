@@ -8,7 +8,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mmprefill import Prefiller
-from mmprefill.encoders import fused_attention, tower_attention
+from mmprefill.encoders import kernels, tower_attention
 
 
 class Full(torch.nn.Module):
@@ -23,7 +23,7 @@ def heads(batch, count, rows, width, seed=0):
 @pytest.fixture(params=["fused", "tiles"])
 def kernel(request, monkeypatch):
     if request.param == "tiles":
-        monkeypatch.setattr(fused_attention, "_function", lambda dtype: None)
+        monkeypatch.setattr(kernels, "function", lambda *_: None)
     return request.param
 
 
@@ -46,7 +46,7 @@ def test_it_is_as_close_to_exact_as_bf16_allows(kernel, count, rows, width):
 @pytest.mark.parametrize("why", ["mask", "causal", "short", "fp32"])
 def test_the_rest_goes_to_transformers(why, monkeypatch):
     """Masks, causal towers, and without a kernel short rows and fp32, get transformers' own result, bit for bit."""
-    monkeypatch.setattr(fused_attention, "_function", lambda dtype: None)
+    monkeypatch.setattr(kernels, "function", lambda *_: None)
     query, key, value = heads(1, 4, 40 if why == "short" else 1024, 16)
     if why == "fp32":
         query, key, value = query.float(), key.float(), value.float()

@@ -1,5 +1,6 @@
-// Attention on a CPU with AVX-512, fused: scores, softmax and the weighted sum of values never leave the cache.
+// Kernels for a CPU with AVX-512: fused attention, and RMS norms in one pass.
 //
+// Attention: scores, softmax and the weighted sum of values never leave the cache.
 // A problem is one head's keys and values with every query row that looks at them. Its K is packed once as columns and
 // its V as rows, in panels of up to 64 numbers that a register tile of 6 x 64 consumes; then blocks of query rows run
 // over blocks of keys with a running maximum and sum, as in FlashAttention. bf16 numbers come in pairs along the axis
@@ -311,6 +312,43 @@ template <typename T> int run(const Segment *segments, int64_t count, const Shap
   return 0;
 }
 
+// RMS norms: in rows that are read once and stay in the first cache.
+
+inline __m512 widen(const float *from, __mmask16 which) { return _mm512_maskz_loadu_ps(which, from); }
+#ifdef __AVX512BF16__
+inline __m512 widen(const bf16 *from, __mmask16 which) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(which, from)), 16));
+}
+#endif
+
+// What is rounded where is transformers' order: x / rms is, before it is scaled; with `offset` (Gemma) it is not, and
+// the scale is 1 + weight.
+template <typename T>
+void normalise(const T *x, const T *weight, T *out, int64_t rows, int64_t width, float eps, int offset, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * width > 1 << 14)
+  for (int64_t row = 0; row < rows; row++) {
+    const T *from = x + row * width;
+    T *to = out + row * width;
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t i = 0; i < width; i += 16) {
+      __m512 part = widen(from + i, lanes(0, width - i));
+      squares = _mm512_fmadd_ps(part, part, squares);
+    }
+    __m512 factor = _mm512_set1_ps(1 / std::sqrt(_mm512_reduce_add_ps(squares) / width + eps));
+    for (int64_t i = 0; i < width; i += 16) {
+      __mmask16 which = lanes(0, width - i);
+      __m512 part = _mm512_mul_ps(widen(from + i, which), factor), scale = widen(weight + i, which);
+      if (offset) {
+        scale = _mm512_add_ps(scale, _mm512_set1_ps(1.f));
+      } else {
+        store(to + i, part, which);
+        part = widen(to + i, which);
+      }
+      store(to + i, _mm512_mul_ps(part, scale), which);
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" int attend_float(const Segment *segments, int64_t count, const Shape *shape, int threads) {
@@ -320,6 +358,22 @@ extern "C" int attend_float(const Segment *segments, int64_t count, const Shape 
 extern "C" int attend_bf16(const Segment *segments, int64_t count, const Shape *shape, int threads) {
 #ifdef __AVX512BF16__
   return run<bf16>(segments, count, *shape, threads);
+#else
+  return 1;
+#endif
+}
+
+extern "C" int normalise_float(const float *x, const float *weight, float *out, int64_t rows, int64_t width, float eps,
+                               int offset, int threads) {
+  normalise(x, weight, out, rows, width, eps, offset, threads);
+  return 0;
+}
+
+extern "C" int normalise_bf16(const bf16 *x, const bf16 *weight, bf16 *out, int64_t rows, int64_t width, float eps,
+                              int offset, int threads) {
+#ifdef __AVX512BF16__
+  normalise(x, weight, out, rows, width, eps, offset, threads);
+  return 0;
 #else
   return 1;
 #endif

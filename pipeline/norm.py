@@ -1,0 +1,83 @@
+"""RMS norms of the stock modules in one pass on a CPU with AVX-512 (`mmprefill.encoders.kernels`).
+
+transformers writes them as eight operations, each a pass over memory: an eighth of a small decoder's time. What a module
+computes is found by running it, not by its name; what is rounded where stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from mmprefill.encoders import kernels
+
+
+class FusedNorm:
+    """Stands in for the `forward` of an RMS norm."""
+
+    def __init__(self, module: nn.Module, eps: float, offset: bool) -> None:
+        self.module, self.eps, self.offset = module, eps, offset
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., D]; what is not contiguous, of another dtype or needs gradients takes the stock way."""
+        weight: Tensor = self.module.weight  # type: ignore[assignment]
+        function = kernels.function("normalise", weight.dtype)
+        alike = hidden.dtype == weight.dtype and hidden.device == weight.device and hidden.is_contiguous()
+        if function is None or not alike or (hidden.requires_grad and torch.is_grad_enabled()):
+            made: Tensor = type(self.module).forward(self.module, hidden)
+            return made
+        out, width = torch.empty_like(hidden), weight.shape[0]
+        pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (hidden, weight, out))
+        sizes = ctypes.c_int64(hidden.numel() // width), ctypes.c_int64(width)
+        function(*pointers, *sizes, ctypes.c_float(self.eps), int(self.offset), torch.get_num_threads())
+        return out
+
+
+def fuse(model: nn.Module) -> int:
+    """Put the kernel behind every frozen RMS norm of a model; returns how many. Twice does no harm."""
+    found = list(_norms(model))
+    for module, eps, offset in found:
+        module.forward = FusedNorm(module, eps, offset)  # type: ignore[method-assign]
+    return len(found)
+
+
+def undo(model: nn.Module) -> int:
+    """Give every norm its own forward back; returns how many had another."""
+    found = [module for module in model.modules() if isinstance(vars(module).get("forward"), FusedNorm)]
+    for module in found:
+        del module.forward
+    return len(found)
+
+
+def _norms(model: nn.Module) -> Iterator[tuple[nn.Module, float, bool]]:
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if set(own) != {"weight"} or not isinstance(eps, float) or "forward" in vars(module) or list(module.children()):
+            continue
+        weight = own["weight"]
+        frozen = not (weight.requires_grad or module.training) and weight.device.type == "cpu" and weight.dim() == 1
+        if frozen and kernels.function("normalise", weight.dtype) is not None:
+            yield from ((module, eps, offset) for offset in (False, True) if _same(module, eps, offset))
+
+
+@torch.no_grad()
+def _same(module: nn.Module, eps: float, offset: bool) -> bool:
+    """Whether the module computes what the kernel does: in fp32 to the last places, in its own dtype as that rounds."""
+    return all(_close(twin, eps, offset) for twin in (copy.deepcopy(module).float(), module))
+
+
+def _close(module: nn.Module, eps: float, offset: bool) -> bool:
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    scales = torch.tensor([[eps**0.5], [1.0], [30.0]])  # entries near eps, where it shows, and far from it
+    rows = (torch.randn(3, weight.shape[0], generator=torch.Generator().manual_seed(0)) * scales).to(weight.dtype)
+    try:
+        wanted, got = module(rows), FusedNorm(module, eps, offset)(rows)
+        step = torch.finfo(weight.dtype).eps * (8 if weight.dtype == torch.float32 else 2)
+        return got.dtype == wanted.dtype and bool(torch.allclose(got, wanted, rtol=step, atol=step * eps**0.5))
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return False

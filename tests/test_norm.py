@@ -1,0 +1,50 @@
+"""RMS norms in one pass give what the stock modules give."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from mmprefill.encoders import kernels
+from mmprefill.pipeline import norm
+
+
+class Unlike(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) * 1.01
+
+
+def frozen(kind, width, dtype):
+    module = kind(width).eval().requires_grad_(False).to(dtype)
+    module.weight.add_(torch.randn(width, generator=torch.Generator().manual_seed(1)).to(dtype) * 0.2)
+    return module
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm])
+@pytest.mark.parametrize("width", [24, 64, 1000])
+def test_it_equals_the_stock_module(kind, width, dtype):
+    """To the last place or so, for every shape; what is not contiguous or needs a gradient takes the stock way."""
+    if kernels.function("normalise", dtype) is None:
+        pytest.skip("no kernel for this dtype on this machine")
+    module, x = frozen(kind, width, dtype), torch.randn(2, 40, 3, width).to(dtype)
+    wanted, step = module(x), torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 2)
+    assert norm.fuse(module) == 1
+    assert not norm.fuse(module)
+    assert torch.allclose(module(x), wanted, rtol=step, atol=1e-7)
+    assert torch.allclose(module(x.transpose(1, 2)), wanted.transpose(1, 2), rtol=step, atol=1e-7)
+    module(x.clone().requires_grad_(True)).sum().backward()
+    assert norm.undo(module) == 1
+    assert torch.equal(module(x), wanted)
+
+
+def test_what_is_left_alone():
+    trained = LlamaRMSNorm(8).eval()
+    for module in (
+        trained,
+        frozen(Unlike, 64, torch.float32),
+        frozen(Unlike, 64, torch.bfloat16),
+        nn.LayerNorm(8).eval().requires_grad_(False),
+    ):
+        assert norm.fuse(module) == 0
