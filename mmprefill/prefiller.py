@@ -137,9 +137,9 @@ class Prefiller:
         """An artefact (its path, or the handle of `mmprefill.load`) as a result again; nothing is recomputed."""
         return self._engine.resume(source)
 
-    def close(self) -> None:
-        """Finish what was admitted and end every thread."""
-        self._engine.close()
+    def close(self, *, cancel: bool = False) -> None:
+        """Finish what was admitted, or with `cancel` fail it with `EngineClosedError`; then end every thread."""
+        self._engine.close(cancel=cancel)
 
     def __enter__(self) -> Prefiller:
         return self

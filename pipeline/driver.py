@@ -213,7 +213,7 @@ class Driver:
                 else:
                     await self._splitting(work.takes, self._step, self._fail_take)
         except Exception as error:  # a mistake of ours: nobody shall wait for a loop that ended
-            self._die(error)
+            self.die(error)
 
     async def _encode(self, pictures: Seq[tuple[Job, Picture]]) -> None:
         waiting = [(picture, self._tower[picture]) for _, picture in pictures if picture in self._tower]
@@ -287,7 +287,7 @@ class Driver:
         try:
             await done.landed()
         except RuntimeError as error:  # what the device met while it ran; nothing can be said about any later step
-            self._die(error)
+            self.die(error)
         for active in actives:
             _resolve(active.finished, None)
 
@@ -301,7 +301,7 @@ class Driver:
             await run(items)
         except Exception as error:  # handed to the item's owner
             if _is_fatal(error):
-                self._die(error)
+                self.die(error)
             elif len(items) == 1:
                 fail(items[0], error)
             else:
@@ -318,7 +318,7 @@ class Driver:
             take.job.ready = 0
             _reject(self._active[take.job].finished, _named(error, f"request {self._active[take.job].id!r}"))
 
-    def _die(self, error: BaseException) -> None:
+    def die(self, error: BaseException) -> None:
         """Nothing can run any more: fail every waiter at once, and whoever comes later."""
         self._fatal = error
         for waiting in self._tower.values():
@@ -332,6 +332,8 @@ class Driver:
             raise self._closed()
 
     def _closed(self) -> EngineClosedError:
+        if isinstance(self._fatal, EngineClosedError):
+            return EngineClosedError(str(self._fatal))
         error = EngineClosedError(f"the engine died: {self._fatal}; start a new one")
         error.__cause__ = self._fatal
         return error

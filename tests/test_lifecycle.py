@@ -1,6 +1,9 @@
 """Deadlines, back-pressure, out of memory, a lost device: the right requests fail, the rest go on."""
 
 import asyncio
+import gc
+import subprocess
+import sys
 import threading
 import time
 
@@ -8,9 +11,11 @@ import checkpoints
 import pytest
 import torch
 
-from mmprefill import AsyncPrefiller, PrefillConfig, Request
+from mmprefill import AsyncPrefiller, PrefillConfig, Prefiller, Request
+from mmprefill.encoders import vision
+from mmprefill.encoders.text import Intake
 from mmprefill.errors import DeadlineError, EngineClosedError, OutOfMemoryError, RequestError
-from mmprefill.pipeline import driver, prefill
+from mmprefill.pipeline import driver, merge, prefill
 from mmprefill.results import PrefillResult
 from mmprefill.streams import Encoded
 
@@ -233,8 +238,6 @@ def test_engines_that_share_a_bundle(engine):
 
 def test_text_starts_before_the_pictures(engine, monkeypatch):
     """The decoder works on a long text before the tower has seen the pictures behind it."""
-    from mmprefill.encoders import vision
-
     order = []
     for module, name in ((driver, "run_step"), (vision, "encode")):
         original = getattr(module, name)
@@ -309,3 +312,155 @@ def wait_for(condition, seconds=20.0):
     while not condition():
         assert time.perf_counter() < ends
         time.sleep(0.002)
+
+
+def our_threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("mmprefill")}
+
+
+def test_an_engine_that_is_dropped_leaves_no_thread():
+    """Nobody closed it: its threads end when it is collected, the lane's when the last result is; that one still works."""
+    before = our_threads()
+    with checkpoints.quiet():
+        engine = Prefiller.from_pretrained(checkpoints.cached("smolvlm"))
+    result = engine.prefill("what", images=[checkpoints.picture(1)])
+    expected = result.generate(3)
+    del engine
+    assert ended(before, but=1)
+    assert result.generate(3) == expected
+    del result
+    assert ended(before, but=0)
+
+
+def ended(before, but):
+    """Whether at most so many new threads are left, soon."""
+    for _ in range(200):
+        gc.collect()
+        if len(our_threads() - before) <= but:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_closing_at_once(engine, monkeypatch):
+    """`close(cancel=True)` fails what was admitted, wherever it is, instead of finishing it."""
+    held = Held(monkeypatch, driver, "run_step")
+    waiting = [engine.start(request) for request in (*texts(3), Request(prompt="p", images=[checkpoints.picture(1)]))]
+    held.wait()
+    closing = threading.Thread(target=engine.close, kwargs={"cancel": True})
+    closing.start()
+    wait_for(lambda: any(each.done() for each in waiting))
+    held.go()
+    closing.join(20)
+    for each in waiting:
+        with pytest.raises(EngineClosedError, match="closed before"):
+            each.result(20)
+
+
+def test_a_forgotten_engine_does_not_keep_the_interpreter():
+    """A script that never closes its engine, with requests under way, still ends."""
+    script = (
+        "from mmprefill import AsyncPrefiller\n"
+        f"engine = AsyncPrefiller.from_pretrained({str(checkpoints.cached('smolvlm'))!r})\n"
+        "waiting = [engine.start(f'request {i}') for i in range(20)]\n"
+        "print(len(waiting[0].result().token_ids) > 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+class Held:
+    """A function of the pipeline that waits, from its first call on, until it is let go."""
+
+    def __init__(self, monkeypatch, module, name):
+        self._reached, self._gate, original = threading.Event(), threading.Event(), getattr(module, name)
+
+        def run(*args, **kwargs):
+            self._reached.set()
+            assert self._gate.wait(60)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, run)
+
+    def wait(self):
+        assert self._reached.wait(60)
+
+    def go(self):
+        self._gate.set()
+
+
+async def settled(engine):
+    """Until the engine's loop has nothing under way but its driver."""
+    while rest := asyncio.all_tasks() - {asyncio.current_task()} - engine._driver.loops:
+        await asyncio.gather(*rest, return_exceptions=True)
+
+
+STAGES = {
+    "intake": (Intake, "prepare"),
+    "vision": (vision, "encode"),
+    "merge": (merge, "merge"),
+    "step": (driver, "run_step"),
+}
+
+
+@pytest.mark.parametrize("stage", ["door", *STAGES, "prefix"])
+def test_leaving_at_any_stage(monkeypatch, stage):
+    """A request cancelled at the door, in intake, tower, merge or step, or waiting for another's prefix, leaves nothing."""
+    with checkpoints.quiet():
+        config = PrefillConfig(max_waiting=1 if stage == "door" else 8, prefix_bytes=0 if stage == "merge" else 2**20)
+        engine = AsyncPrefiller.from_pretrained(checkpoints.cached("smolvlm"), dtype="fp32", config=config)
+    held = Held(monkeypatch, *STAGES.get(stage, (driver, "run_step")))
+    request = Request(
+        prompt="a beginning that is shared by both of them, and longer than one block", images=[checkpoints.picture(1)]
+    )
+    first = engine.start(request)
+    held.wait()
+    leaver = engine.start(request) if stage in ("door", "prefix") else first
+    engine.submit(asyncio.sleep(0.1)).result(20)
+    assert leaver.cancel()
+    held.go()
+    engine.submit(settled(engine)).result(60)
+    stores = engine._stores
+    assert not engine._driver._active
+    assert not engine._driver._tower
+    assert not engine._driver._moving
+    assert engine._driver.batcher.jobs == []
+    assert not stores.encoder._flying
+    assert engine._door._value == config.max_waiting
+    assert set(stores.prefix._wholes.values()) <= set(stores.prefix._kept)
+    assert engine.start(request).result(60).next_token_logits.isfinite().all()
+    engine.close()
+
+
+def test_out_of_memory_in_the_tower(engine, monkeypatch):
+    """A tower call that does not fit runs in halves; only a picture that does not fit alone fails its request."""
+    original, sizes = vision.encode, []
+
+    def small_memory(family, batch):
+        sizes.append(len(batch))
+        if len(batch) > 2 or any((item.tensors["pixel_values"] < -0.99).all() for item in batch):
+            raise torch.OutOfMemoryError("tried to allocate too much")
+        return original(family, batch)
+
+    monkeypatch.setattr(vision, "encode", small_memory)
+    pictures = [checkpoints.picture(i) for i in range(6)]
+    pictures[3] = pictures[3].point(lambda _: 0)
+    engine._lanes.prefill.submit(time.sleep, 0.3)
+    outcomes = asyncio.run(engine.prefill_many([Request(prompt=f"{i}", images=[p]) for i, p in enumerate(pictures)]))
+    assert [isinstance(outcome, OutOfMemoryError) for outcome in outcomes] == [i == 3 for i in range(6)]
+    assert max(sizes) > 2
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "gemma3"])
+def test_items_larger_than_every_budget(family):
+    """Budgets of one token and one patch: pictures and two-way spans run alone, nobody waits for ever, nothing changes."""
+    requests = [Request(prompt="larger", images=[checkpoints.picture(i)]) for i in range(2)]
+    logits = []
+    for sizes in ({}, {"step_tokens": 1, "vision_patches": 1}):
+        with checkpoints.quiet():
+            config = PrefillConfig(prefix_bytes=0, **sizes)
+            engine = AsyncPrefiller.from_pretrained(checkpoints.cached(family), dtype="fp32", config=config)
+        outcomes = engine.submit(engine.prefill_many(requests)).result(120)
+        logits.append(torch.stack([outcome.next_token_logits for outcome in outcomes]))
+        engine.close()
+    assert (logits[0] - logits[1]).abs().max() <= 1e-4
