@@ -156,6 +156,10 @@ class Intake:
             raise
         except _REFUSALS as error:
             media.blame(self.processor, error)
+            if not (media.images or media.videos) and "images" in str(error):  # PaliGemma
+                raise RequestError(
+                    f"request {request.id!r}: this model takes no prompt without a picture; give one in images"
+                ) from error
             raise RequestError(f"request {request.id!r}: the checkpoint's processor refused it: {error}") from error
         inputs = {name: value for name, value in output.items() if hasattr(value, "shape")}
         if inputs["input_ids"].numel() == 0:

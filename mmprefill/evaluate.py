@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +71,19 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
         RequestError: naming the line that is not a question.
     """
     file = path / "questions.jsonl" if path.is_dir() else path
-    questions = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-            kind, question, answer = (row[field] for field in _FIELDS)
-        except (ValueError, KeyError, TypeError) as error:
-            raise RequestError(f"{file}, line {number}: not a question with {', '.join(_FIELDS)}: {error!r}") from error
-        images = [file.parent / image for image in row.get("images", ())]
-        request = Request(prompt=question, images=images, id=str(row.get("id", number)))
-        questions.append(Question(request, kind, answer, bool(row.get("held_out"))))
-    return questions[:limit]
+    with file.open(encoding="utf-8") as lines:  # unlike `splitlines` this ends a line at no separator inside a string
+        return [_question(file, number, line) for number, line in enumerate(islice(lines, limit), 1)]
+
+
+def _question(file: Path, number: int, line: str) -> Question:
+    try:
+        row = json.loads(line)
+        kind, question, answer = (row[field] for field in _FIELDS)
+    except (ValueError, KeyError, TypeError) as error:
+        raise RequestError(f"{file}, line {number}: not a question with {', '.join(_FIELDS)}: {error!r}") from error
+    images = [file.parent / image for image in row.get("images", ())]
+    request = Request(prompt=question, images=images, id=str(row.get("id", number)))
+    return Question(request, kind, answer, bool(row.get("held_out")))
 
 
 def answers_together(prefiller: Prefiller, questions: Seq[Question], new_tokens: int) -> Iterator[Generation]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
@@ -185,6 +185,15 @@ class PrefillResult:
         from mmprefill.pipeline import kv_store
 
         return kv_store.save(self, Path(path))
+
+    def __copy__(self) -> PrefillResult:
+        return replace(self)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a PrefillResult belongs to the engine that made it and cannot be pickled or deep-copied: save(path) it and "
+            "resume it with prefiller.resume(path), or read it with mmprefill.load(path); result.cache can be copied"
+        )
 
     def _on_lane(self, function: Callable[..., Any], *args: Any) -> Any:
         return self.session.lane.call(function, *args)

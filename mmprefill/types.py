@@ -80,6 +80,10 @@ class Request:
             raise ValueError(f"request {self.id!r}: deadline must be seconds or None, got {self.deadline!r}")
         if not isinstance(self.salt, str):
             raise ValueError(f"request {self.id!r}: salt must be a string, got {type(self.salt).__name__}")
+        try:
+            self.salt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"request {self.id!r}: salt must be text, got {self.salt!r}: {error.reason}") from error
         chunk = self.chunk_tokens
         if chunk is not None and not (isinstance(chunk, Integral) and chunk > 0):
             raise ValueError(f"request {self.id!r}: chunk_tokens must be a positive integer or None, got {chunk!r}")

@@ -14,6 +14,12 @@ from mmprefill.answers import is_right
 QUESTIONS = Path(__file__).with_name("heldout") / "questions.jsonl"
 
 
+def read(path):
+    """A JSONL file's rows; a line ends at a line feed and nowhere else."""
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
 def main(argv=None):
     """Run the job, then read its table beside the questions: rows carry their position in the input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -29,15 +35,11 @@ def main(argv=None):
     )  # fmt: skip
     print("\n".join(report.lines()))
 
-    questions = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
-    right = rows = 0
-    for table in sorted((arguments.out / "rows").glob("*.jsonl")):
-        for line in table.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            question = questions[row["index"]]
-            right += is_right(question["kind"], row["text"], question["answer"])
-            rows += 1
-    print(f"{right} of {rows} answers are right")
+    questions = read(QUESTIONS)
+    rows = [row for table in sorted((arguments.out / "rows").glob("*.jsonl")) for row in read(table)]
+    asked = [questions[row["index"]] for row in rows]
+    right = sum(is_right(q["kind"], row["text"], q["answer"]) for q, row in zip(asked, rows, strict=True))
+    print(f"{right} of {len(rows)} answers are right")
     return report.exit_code
 
 

@@ -69,3 +69,14 @@ def test_a_broken_picture_is_raised(tmp_path, prefiller):
     (tmp_path / "a.png").unlink()
     with pytest.raises(RequestError, match="'0'"):
         list(evaluate.answers_together(prefiller, evaluate.read_questions(tmp_path), 4))
+
+
+def test_lines_end_at_line_feeds_only(tmp_path):
+    """A line separator inside a string (U+2028, U+0085) is part of the question, as JSON has it."""
+    asked = "what\u2028is\u0085it\x1c?"
+    row = {"kind": "count", "question": asked, "answer": "1", "images": []}
+    (tmp_path / "questions.jsonl").write_text(
+        json.dumps(row, ensure_ascii=False) + "\n" + json.dumps(row), encoding="utf-8"
+    )
+    assert [each.request.prompt for each in evaluate.read_questions(tmp_path)] == [asked, asked]
+    assert len(evaluate.read_questions(tmp_path, 1)) == 1

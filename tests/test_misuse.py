@@ -1,6 +1,8 @@
 """The blocking face under odd but reasonable use: wrong types, slow or greedy iterators, Ctrl-C, leaving half way."""
 
+import copy
 import itertools
+import pickle
 import signal
 import threading
 import time
@@ -146,3 +148,20 @@ def test_interrupting_cancels(slow_steps):
     with pytest.raises(EngineClosedError):
         prefiller.prefill("later")
     assert issubclass(EngineClosedError, MMPrefillError)
+
+
+def test_salts_are_text():
+    """Half a surrogate pair is refused where it is written, not when it is hashed."""
+    with pytest.raises(ValueError, match=r"request 'q': salt must be text, got '\\ud800'"):
+        Request(prompt="x", id="q", salt="\ud800")
+
+
+def test_results_are_not_pickled(shared):
+    """A result belongs to its engine: pickling and deep copies point to save and load; a plain copy is one."""
+    result = shared.prefill("x")
+    for attempt in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"save\(path\).*prefiller\.resume\(path\).*mmprefill\.load"):
+            attempt(result)
+    again = copy.copy(result)
+    assert again is not result
+    assert again.generate(3) == result.generate(3)

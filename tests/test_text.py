@@ -462,6 +462,15 @@ def test_paligemma_gets_its_tokens_in_front_once(family, count, caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("family", ["paligemma", "paligemma2"])
+def test_paligemma_takes_no_prompt_without_a_picture(family):
+    """Its processor refuses one; the error says what to give."""
+    with pytest.raises(
+        RequestError, match="request 'q': this model takes no prompt without a picture; give one in images"
+    ):
+        intake(family).prepare(Request(prompt="What is it?", id="q"))
+
+
 # Messages
 
 
@@ -629,3 +638,30 @@ def test_a_picture_that_the_processor_refuses_is_named():
     with pytest.raises(MediaError, match=r"request 'r', picture 2 \(603 x 3\).*aspect ratio"):
         intake("qwen2_vl").prepare(Request(id="r", prompt="x", images=pictures))
     assert len(intake("qwen2_vl").prepare(Request(prompt="x", images=[checkpoints.picture(1, (600, 3))])).media) == 1
+
+
+def test_spans_are_those_of_the_final_prompt():
+    """A template that drops what was thought in earlier turns moves everything behind it; the spans follow (B21)."""
+    _, processor = checkpoints.load(checkpoints.cached("qwen2_vl"))
+    processor.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}"
+        "{{ m['content'].split('</think>')[-1] }}{% else %}{% for p in m['content'] %}"
+        "{% if p['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+        "{% else %}{{ p['text'].split('</think>')[-1] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    taker = Intake(processor, intake("qwen2_vl").placeholders, PrefillConfig(), 8192)
+
+    def turns(thought):
+        pictures = [{"type": "image", "image": checkpoints.picture(i, (64 + 40 * i, 48))} for i in range(2)]
+        return [
+            {"role": "user", "content": [pictures[0], {"type": "text", "text": "first"}]},
+            {"role": "assistant", "content": f"{thought}A cat."},
+            {"role": "user", "content": [pictures[1], {"type": "text", "text": "second"}]},
+        ]
+
+    thinking, plain = (taker.prepare(Request(messages=turns(t))) for t in ("<think>" + "hm " * 50 + "</think>", ""))
+    assert torch.equal(thinking.input_ids, plain.input_ids)
+    assert [item.runs for item in thinking.media] == [item.runs for item in plain.media]
+    for item in thinking.media:
+        for start, end in item.runs:
+            assert (thinking.input_ids[start:end] == taker.placeholders["image"]).all()
