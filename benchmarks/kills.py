@@ -104,7 +104,8 @@ def job(folder, kills, seed):
     rows[7]["images"] = ["missing.png"]
     source = write(data / "in.jsonl", rows)
     script = [sys.executable, str(ROOT / "tests" / "job_killed.py"), str(checkpoints.cached("smolvlm")), str(source)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT),
+                   "JOB_KILLED_PATIENCE": "600"}  # fmt: skip
     command = [*script, str(folder), str(kills), str(seed)]
     run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     told = json.loads(run.stdout.splitlines()[-1])

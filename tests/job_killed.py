@@ -18,6 +18,7 @@ from mmprefill.job import run_job
 from mmprefill.models import load
 from mmprefill.prefiller import Prefiller
 
+PATIENCE = float(os.environ.get("JOB_KILLED_PATIENCE", "40"))
 SETTINGS = {"emit": ("kv", "topk", "logits"), "part_rows": 4, "window": 6}
 
 
@@ -47,7 +48,7 @@ def forked(action):
     if child:
         return child
     code = 1
-    faulthandler.dump_traceback_later(40, exit=True)  # a run takes seconds: this one hangs, and says where
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)  # a run takes seconds: this one hangs, and says where
     try:
         action()
         code = 0
