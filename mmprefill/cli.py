@@ -166,6 +166,12 @@ def _add_bench(commands: Any) -> None:
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="repeats of each system (default 3)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="torch threads (default 2)")
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16", "fp32"], help="default bf16")
+    parser.add_argument("--systems", nargs="+", default=["mmprefill", "transformers"],
+                        choices=["mmprefill", "transformers"], help="of this environment (default both)")  # fmt: skip
+    parser.add_argument("--against", metavar="NAME=PYTHON[@FOLDER],...", default="",
+                        help="peers in environments of their own: vllm, openvino (FOLDER is its export)")  # fmt: skip
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table as .png or .html (extra 'plot')")
+    parser.add_argument("--json", action="store_true", help="one line of JSON instead of tables")
     parser.set_defaults(run=_bench)
 
 
@@ -396,10 +402,12 @@ def _bench(arguments: argparse.Namespace) -> int:
 
     from PIL import Image
 
-    from mmprefill.bench import as_lines, compare, make_workload
+    from mmprefill.bench import Peer, as_lines, compare, make_workload
     from mmprefill.models import BUNDLED
     from mmprefill.verify import pictures
 
+    _check_plot(arguments.plot)
+    against = [Peer.parse(each) for each in arguments.against.split(",") if each]
     with tempfile.TemporaryDirectory() as scratch:
         workload = arguments.workload
         if workload is None:
@@ -410,11 +418,15 @@ def _bench(arguments: argparse.Namespace) -> int:
         rows = []
         for row in compare(
             str(arguments.model or BUNDLED), workload, variants=arguments.variants, requests=arguments.requests,
-            repeats=arguments.repeats, dtype=arguments.dtype, threads=arguments.threads,
+            repeats=arguments.repeats, dtype=arguments.dtype, threads=arguments.threads, systems=arguments.systems,
+            against=against,
         ):  # fmt: skip
             rows.append(row)
             print(f"mmprefill: {row.system}, variant {row.variant}: {row.tokens_per_s} tokens/s", file=sys.stderr)
-    print(as_lines(rows))
+    lines = as_lines(rows)
+    print(lines.rpartition("\n")[2] if arguments.json else lines)
+    if arguments.plot:
+        _plot(arguments.plot, "throughput", "Prompt tokens per second", rows)
     return 0
 
 

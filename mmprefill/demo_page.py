@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from mmprefill.demo_chat import Chat
 from mmprefill.demo_limits import Refused, Settings, Turn
 from mmprefill.demo_panel import panel
 from mmprefill.demo_sessions import Chats
-from mmprefill.report import human_bytes
 
 ASSETS = Path(__file__).parent / "assets"
 EXAMPLES = ASSETS / "examples"
@@ -246,22 +246,10 @@ def _box(*, busy: bool, cleared: bool = False) -> Any:
 
 
 def messages(chat: Chat) -> list[dict[str, Any]]:
-    """The conversation as the chat shows it: text as it is, never as Markdown or HTML."""
-    return [{"role": turn.role, "content": _content(turn), "metadata": _metadata(turn)} for turn in chat.turns]
+    """The conversation as the chat shows it. Without Markdown its text still is HTML to gradio: it is escaped here."""
+    return [{"role": turn.role, "content": _content(turn)} for turn in chat.turns]
 
 
 def _content(turn: Turn) -> list[Any]:
     pictures = [{"path": str(upload.shown), "alt_text": f"Picture: {upload.name}"} for upload in turn.uploads]
-    return [*pictures, {"type": "text", "text": turn.text or "…"}]
-
-
-def _metadata(turn: Turn) -> dict[str, Any]:
-    return {}
-
-
-def limits_line(chats: Chats) -> str:
-    """What may be uploaded, in words."""
-    limits = chats.limits
-    return (
-        f"up to {limits.pictures} pictures of {human_bytes(limits.picture_bytes)} and {limits.pixels // 10**6} MP each"
-    )
+    return [*pictures, {"type": "text", "text": escape(turn.text or "…", quote=False)}]

@@ -145,7 +145,7 @@ def _reuse(report: Report) -> str:
     total, (tokens, pictures) = sum(report.tokens.values()), report.reused
     lines = [f"<b>{tokens}</b> of {total} prompt tokens were there already: {escape(report.why or 'no reason given')}."]
     if report.media:
-        why = "their encoder output was kept" if pictures else "none was encoded before"
+        why = "their KV or their encoding was kept" if pictures else "none was encoded before"
         lines.append(f"<b>{pictures}</b> of {len(report.media)} picture(s) did not go through the tower: {why}.")
     if not report.reuse:
         lines.append("Reuse is turned off for this request.")

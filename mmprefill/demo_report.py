@@ -91,6 +91,8 @@ class Report:
         self.reused, self.why = (result.reuse.tokens, result.reuse.pictures), result.reuse.why
         self.route = result.route
         self.spans = list(spans_of(result.id, bars)) or list(_in_a_row(result, time.perf_counter()))
+        if not any(span.row == "vision" for span in self.spans):  # no picture was asked for at all
+            self.reused = result.reuse.tokens, len(self.media)
         if result.route == "generic" and not any(span.row == "decoder" for span in self.spans):
             after = max(span.end for span in self.spans)
             self.spans.append(Span("decoder", "the model's own forward", after, after + result.seconds["prefill"]))

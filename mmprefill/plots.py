@@ -17,6 +17,7 @@ from mmprefill.report import human_bytes
 from mmprefill.trace import Bar
 
 if TYPE_CHECKING:
+    from mmprefill.bench import Measured
     from mmprefill.pipeline.costs import Costs
     from mmprefill.pipeline.footprint import Footprint
     from mmprefill.pipeline.memory import Budgets
@@ -139,3 +140,22 @@ def _unit(count: float) -> tuple[float, str]:
     return next(
         (2.0**power, name) for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B")) if count >= 2**power
     )
+
+
+def throughput(rows: Seq[Measured]) -> Figure:
+    """Prompt tokens per second of each system, one panel a workload; multiples of transformers' are written beside."""
+    from mmprefill.bench import VARIANTS
+
+    variants = list(dict.fromkeys(row.variant for row in rows))
+    drawn, axes = figure(4.2 * len(variants), 1.2 + 0.45 * len({row.system for row in rows}), axes=len(variants))
+    for axis, variant in zip(axes, variants, strict=True):
+        mine = [row for row in rows if row.variant == variant][::-1]
+        base = next((row.tokens_per_s for row in mine if row.system == "transformers"), None)
+        colours = [COLOURS["vision" if row.system == "mmprefill" else "intake"] for row in mine]
+        bars = axis.barh([row.system for row in mine], [row.tokens_per_s for row in mine], color=colours, height=0.64)
+        ratios = [f"{row.tokens_per_s:.0f}" + (f", {row.tokens_per_s / base:.2f}x" if base else "") for row in mine]
+        axis.bar_label(bars, ratios, padding=3, fontsize=8, color=INK)
+        axis.set_xlim(0, 1.35 * max(row.tokens_per_s for row in mine))
+        axis.set_title(VARIANTS[variant], fontsize=10, color=INK, loc="left")
+        axis.grid(visible=False, axis="y")
+    return drawn

@@ -25,22 +25,22 @@ def chromium():
 
 @contextmanager
 def running():
-    """A browser."""
+    """A browser's context, in which every tab is a user of its own: gradio's sessions are per page."""
     path = chromium()
     playwright = pytest.importorskip("playwright.sync_api").sync_playwright()
     with playwright as started:
         browser = started.chromium.launch(executable_path=path, args=QUIET)
-        yield browser
+        yield browser.new_context(accept_downloads=True)  # one: tabs share its cache of the page's scripts
         browser.close()
 
 
 class User:
     """One person with one tab. Everything that goes wrong in the tab is kept in `complaints`."""
 
-    def __init__(self, browser, address, *, width=1280, height=900):
+    def __init__(self, context, address, *, width=1280, height=900):
         self.address, self.complaints, self.elsewhere = address, [], []
-        self.context = browser.new_context(viewport={"width": width, "height": height}, accept_downloads=True)
-        self.page = self.context.new_page()
+        self.page = context.new_page()
+        self.page.set_viewport_size({"width": width, "height": height})
         self.page.set_default_timeout(PATIENCE)
         self.page.on("console", lambda said: said.type == "error" and self.complaints.append(said.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
@@ -101,4 +101,4 @@ class User:
         return [int(re.match(r"\d+", line)[0]) for line in lines if re.match(r"\d+ of", line)]
 
     def close(self):
-        self.context.close()
+        self.page.close()

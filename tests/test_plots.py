@@ -28,7 +28,8 @@ def test_run_draws_its_timeline(capsys, smol, tmp_path, name):
     assert code == 0
     assert name in capsys.readouterr().err
     if name.endswith("png"):
-        assert Image.open(tmp_path / name).size[0] > 800
+        with Image.open(tmp_path / name) as drawn:
+            assert drawn.size[0] > 800
     else:
         page = (tmp_path / name).read_text()
         assert 'aria-label="What the lanes did"' in page
