@@ -106,17 +106,22 @@ class Scene:
 
 @dataclass(slots=True)
 class Asked:
-    """A question, its one right answer and the objects it is about."""
+    """A question, its one right answer, and what training may point at: the objects behind the words of both."""
 
     kind: str
     question: str
     answer: str
     targets: tuple[tuple[str, str], ...] = ()
+    named: tuple["Pointed", ...] = ()  # words of the question, and the objects that they fit
+    shown: tuple["Pointed", ...] = ()  # words of the answer, and the objects that they are read from
 
     @property
     def held_out(self) -> bool:
         """Whether a target is a pair that is never drawn in training."""
         return any(pair in HELD_OUT for pair in self.targets)
+
+
+Pointed = tuple[str, tuple[Thing | Glyph, ...]]
 
 
 # ---------------------------------------------------------------------------------------------------------- scenes
@@ -418,19 +423,31 @@ def _along(side: str, a: Thing, b: Thing) -> float:
     return (a.x - b.x) * dx + (a.y - b.y) * dy
 
 
+def _about(asked: Asked, name: str, *things: Thing) -> Asked:
+    """The question names these objects, and the answer is read from them."""
+    asked.named, asked.shown = ((name, things),), ((asked.answer, things),)
+    return asked
+
+
 def _ask_colour(rng: random.Random, scene: Scene, thing: Thing) -> Asked | None:
-    name = refer(rng, scene, thing, hide=("colour",))
-    return name and Asked("colour", rng.choice(ASK["colour"]).format(a=name), thing.colour, (thing.pair,))
+    if name := refer(rng, scene, thing, hide=("colour",)):
+        text = rng.choice(ASK["colour"]).format(a=name)
+        return _about(Asked("colour", text, thing.colour, (thing.pair,)), name, thing)
+    return None
 
 
 def _ask_shape(rng: random.Random, scene: Scene, thing: Thing) -> Asked | None:
-    name = refer(rng, scene, thing, hide=("shape",))
-    return name and Asked("shape", rng.choice(ASK["shape"]).format(a=name), thing.shape, (thing.pair,))
+    if name := refer(rng, scene, thing, hide=("shape",)):
+        text = rng.choice(ASK["shape"]).format(a=name)
+        return _about(Asked("shape", text, thing.shape, (thing.pair,)), name, thing)
+    return None
 
 
 def _ask_size(rng: random.Random, scene: Scene, thing: Thing) -> Asked | None:
-    name = refer(rng, scene, thing, hide=("size",))
-    return name and Asked("size", rng.choice(ASK["size"]).format(a=name), thing.size, (thing.pair,))
+    if name := refer(rng, scene, thing, hide=("size",)):
+        text = rng.choice(ASK["size"]).format(a=name)
+        return _about(Asked("size", text, thing.size, (thing.pair,)), name, thing)
+    return None
 
 
 def _query(rng: random.Random, thing: Thing) -> dict[str, str]:
@@ -457,10 +474,12 @@ def _ask_yes_no(rng: random.Random, scene: Scene, thing: Thing) -> Asked | None:
                 break
         else:
             return None
-    text = rng.choice(ASK["yes/no"]).format(
-        a=_an(_words(query.get("size"), query.get("colour"), query.get("shape"), rng))
+    form = rng.choice(ASK["yes/no"])
+    name = _words(query.get("size"), query.get("colour"), query.get("shape"), rng)
+    fitting = (t for t in scene.things if _matches(t, **query))
+    return _about(
+        Asked("yes/no", form.format(a=_an(name)), answer, (thing.pair,) if answer == "yes" else ()), name, *fitting
     )
-    return Asked("yes/no", text, answer, (thing.pair,) if answer == "yes" else ())
 
 
 def _ask_count(rng: random.Random, scene: Scene, thing: Thing) -> Asked | None:
@@ -479,8 +498,9 @@ def _ask_count(rng: random.Random, scene: Scene, thing: Thing) -> Asked | None:
     shape = query.get("shape")
     noun = _plural(shape) if shape else rng.choice(("objects", "objects", "things", "shapes"))
     words = " ".join(w for w in (query.get("size"), query.get("colour"), noun) if w)
-    targets = tuple(t.pair for t in scene.things if _matches(t, **query))
-    return Asked("count", rng.choice(ASK["count"]).format(a=words), str(number), targets)
+    fitting = [t for t in scene.things if _matches(t, **query)]
+    targets = tuple(t.pair for t in fitting)
+    return _about(Asked("count", rng.choice(ASK["count"]).format(a=words), str(number), targets), words, *fitting)
 
 
 def _ask_relation(rng: random.Random, scene: Scene, thing: Thing) -> Asked | None:
@@ -507,7 +527,7 @@ def _relation_yes_no(rng: random.Random, scene: Scene, thing: Thing, others: lis
         )
     )
     text = form.format(a=a, b=b, s=rng.choice(SIDE_WORDS[side]))
-    return Asked("relation", text, "yes" if d > 0 else "no", (thing.pair, other.pair))
+    return Asked("relation", text, "yes" if d > 0 else "no", (thing.pair, other.pair), ((a, (thing,)), (b, (other,))))
 
 
 def _relation_which(rng: random.Random, scene: Scene, thing: Thing, others: list[Thing]) -> Asked | None:
@@ -524,12 +544,10 @@ def _relation_which(rng: random.Random, scene: Scene, thing: Thing, others: list
             "Name the object {s} the {a}.",
         )
     )
-    return Asked(
-        "relation",
-        form.format(a=name, s=rng.choice(SIDE_WORDS[side])),
-        along[0][1].name,
-        (thing.pair, along[0][1].pair),
-    )
+    found = along[0][1]
+    text = form.format(a=name, s=rng.choice(SIDE_WORDS[side]))
+    pointed = ((name, (thing,)),), ((found.name, (found,)),)
+    return Asked("relation", text, found.name, (thing.pair, found.pair), *pointed)
 
 
 def _relation_side(rng: random.Random, scene: Scene, thing: Thing, others: list[Thing]) -> Asked | None:
@@ -556,7 +574,8 @@ def _relation_side(rng: random.Random, scene: Scene, thing: Thing, others: list[
             )
         )
         answer = "below" if d > 0 else "above"
-    return Asked("relation", text.format(a=a, b=b), answer, (thing.pair, other.pair))
+    named = (a, (thing,)), (b, (other,))
+    return Asked("relation", text.format(a=a, b=b), answer, (thing.pair, other.pair), named)
 
 
 def _relation_extreme(rng: random.Random, scene: Scene, thing: Thing, others: list[Thing]) -> Asked | None:
@@ -566,7 +585,8 @@ def _relation_extreme(rng: random.Random, scene: Scene, thing: Thing, others: li
         return None
     which = rng.choice(EXTREMES[side]).format(o=rng.choice(("object", "thing", "shape")))
     form = rng.choice(("What is the {w}?", "Which object is the {w}?", "Name the {w}.", "Tell me what the {w} is."))
-    return Asked("relation", form.format(w=which), order[0].name, (order[0].pair,))
+    shown = ((order[0].name, (order[0],)),)
+    return Asked("relation", form.format(w=which), order[0].name, (order[0].pair,), shown=shown)
 
 
 def _relation_nearest(rng: random.Random, scene: Scene, thing: Thing, others: list[Thing]) -> Asked | None:
@@ -584,7 +604,8 @@ def _relation_nearest(rng: random.Random, scene: Scene, thing: Thing, others: li
             "Name the object nearest to the {a}.",
         )
     )
-    return Asked("relation", form.format(a=name), near.name, (thing.pair, near.pair))
+    pointed = ((name, (thing,)),), ((near.name, (near,)),)
+    return Asked("relation", form.format(a=name), near.name, (thing.pair, near.pair), *pointed)
 
 
 _ASKERS = {
@@ -600,10 +621,19 @@ _ASKERS = {
 def ask(rng: random.Random, scene: Scene, kind: str, thing: Thing | None = None) -> Asked | None:
     """One question of a kind about one picture (about that object, if given), or None where the scene allows none."""
     if kind in ("digit", "letter"):
-        chars = [g.char for g in scene.glyphs if g.kind == kind]
-        return Asked(kind, rng.choice(ASK[kind]), chars[0]) if len(chars) == 1 else None
+        found = [g for g in scene.glyphs if g.kind == kind]
+        if len(found) != 1:
+            return None
+        return Asked(kind, rng.choice(ASK[kind]), found[0].char, shown=((found[0].char, (found[0],)),))
     if kind == "describe":
-        return Asked(kind, rng.choice(ASK[kind]), describe(scene), tuple(t.pair for t in scene.things))
+        parts = describe(scene)
+        return Asked(
+            kind,
+            rng.choice(ASK[kind]),
+            ", ".join(words for words, _ in parts),
+            tuple(t.pair for t in scene.things),
+            shown=tuple((words, (item,)) for words, item in parts),
+        )
     if not scene.things:
         return None
     for _ in range(4):
@@ -612,11 +642,10 @@ def ask(rng: random.Random, scene: Scene, kind: str, thing: Thing | None = None)
     return None
 
 
-def describe(scene: Scene) -> str:
-    """All objects from left to right, then what is printed."""
-    parts = [f"{t.size} {t.name}" for t in sorted(scene.things, key=lambda t: t.x)]
-    parts += [f"{g.kind} {g.char}" for g in sorted(scene.glyphs, key=lambda g: g.kind)]
-    return ", ".join(parts)
+def describe(scene: Scene) -> list[tuple[str, Thing | Glyph]]:
+    """All objects from left to right, then what is printed, in words."""
+    parts = [(f"{t.size} {t.name}", t) for t in sorted(scene.things, key=lambda t: t.x)]
+    return parts + [(f"{g.kind} {g.char}", g) for g in sorted(scene.glyphs, key=lambda g: g.kind)]
 
 
 def ask_pair(rng: random.Random, first: Scene, second: Scene) -> Asked | None:
@@ -644,20 +673,21 @@ def _more_objects(rng: random.Random, first: Scene, second: Scene) -> Asked | No
             "Are there more objects in the first or in the second picture?",
         )
     )
-    return Asked("compare", text, _verdict(len(first.things), len(second.things)))
+    answer = _verdict(len(first.things), len(second.things))
+    return Asked("compare", text, answer, shown=((answer, (*first.things, *second.things)),))
 
 
 def _query_pair(
     rng: random.Random, first: Scene, second: Scene, parts: tuple[str, ...]
-) -> tuple[dict[str, str], int, int]:
+) -> tuple[dict[str, str], list[Thing], list[Thing]]:
     thing = rng.choice((*first.things, *second.things))
     query = {p: getattr(thing, p) for p in parts}
-    return query, *(sum(_matches(t, **query) for t in s.things) for s in (first, second))
+    return query, *([t for t in s.things if _matches(t, **query)] for s in (first, second))
 
 
 def _more_of(rng: random.Random, first: Scene, second: Scene) -> Asked | None:
     query, a, b = _query_pair(rng, first, second, rng.choice((("shape",), ("colour",))))
-    if a == b and rng.random() < 0.5:
+    if len(a) == len(b) and rng.random() < 0.5:
         return None
     noun = _plural(query["shape"]) if "shape" in query else f"{query['colour']} objects"
     text = rng.choice(
@@ -668,7 +698,7 @@ def _more_of(rng: random.Random, first: Scene, second: Scene) -> Asked | None:
             "Are there more {n} in the first or in the second picture?",
         )
     )
-    return Asked("compare", text.format(n=noun), _verdict(a, b))
+    return _about(Asked("compare", text.format(n=noun), _verdict(len(a), len(b))), noun, *a, *b)
 
 
 def _both_have(rng: random.Random, first: Scene, second: Scene) -> Asked | None:
@@ -676,7 +706,7 @@ def _both_have(rng: random.Random, first: Scene, second: Scene) -> Asked | None:
     both = bool(a and b)
     if both and rng.random() < 0.3:
         return None
-    name = _an(_words(None, query.get("colour"), query.get("shape"), rng))
+    name = _words(None, query.get("colour"), query.get("shape"), rng)
     text = rng.choice(
         (
             "Do both pictures show {n}?",
@@ -685,17 +715,17 @@ def _both_have(rng: random.Random, first: Scene, second: Scene) -> Asked | None:
             "Can you see {n} in both pictures?",
         )
     )
-    return Asked("compare", text.format(n=name), "yes" if both else "no")
+    return _about(Asked("compare", text.format(n=_an(name)), "yes" if both else "no"), name, *a, *b)
 
 
 def _which_has(rng: random.Random, first: Scene, second: Scene) -> Asked | None:
     query, a, b = _query_pair(rng, first, second, rng.choice((("shape",), ("colour", "shape"), ("colour", "shape"))))
-    name = _an(_words(None, query.get("colour"), query.get("shape"), rng))
+    name = _words(None, query.get("colour"), query.get("shape"), rng)
     text = rng.choice(
         ("Which picture has {n}?", "Which picture shows {n}?", "In which picture is {n}?", "Which image contains {n}?")
     )
     answer = "both" if a and b else "first" if a else "second"
-    return Asked("compare", text.format(n=name), answer)
+    return _about(Asked("compare", text.format(n=_an(name)), answer), name, *a, *b)
 
 
 def _same_colour(rng: random.Random, first: Scene, second: Scene) -> Asked | None:
@@ -703,8 +733,8 @@ def _same_colour(rng: random.Random, first: Scene, second: Scene) -> Asked | Non
     if not shapes:
         return None
     shape = rng.choice(shapes)
-    a, b = (next(t.colour for t in x.things if t.shape == shape) for x in (first, second))
-    if a != b and rng.random() < 0.2:
+    a, b = (next(t for t in x.things if t.shape == shape) for x in (first, second))
+    if a.colour != b.colour and rng.random() < 0.2:
         return None
     text = rng.choice(
         (
@@ -714,12 +744,13 @@ def _same_colour(rng: random.Random, first: Scene, second: Scene) -> Asked | Non
             "Is the color of the {n} the same in both images?",
         )
     )
-    return Asked("compare", text.format(n=shape, m=_plural(shape)), "yes" if a == b else "no")
+    answer = "yes" if a.colour == b.colour else "no"
+    return _about(Asked("compare", text.format(n=shape, m=_plural(shape)), answer), shape, a, b)
 
 
 def _same_digit(rng: random.Random, first: Scene, second: Scene) -> Asked | None:
-    digits = [[g.char for g in s.glyphs if g.kind == "digit"] for s in (first, second)]
-    if not all(len(d) == 1 for d in digits) or (digits[0] != digits[1] and rng.random() < 0.3):
+    digits = [[g for g in s.glyphs if g.kind == "digit"] for s in (first, second)]
+    if not all(len(d) == 1 for d in digits) or (digits[0][0].char != digits[1][0].char and rng.random() < 0.3):
         return None
     text = rng.choice(
         (
@@ -728,7 +759,8 @@ def _same_digit(rng: random.Random, first: Scene, second: Scene) -> Asked | None
             "Is the printed digit the same in both images?",
         )
     )
-    return Asked("compare", text, "yes" if digits[0] == digits[1] else "no")
+    answer = "yes" if digits[0][0].char == digits[1][0].char else "no"
+    return Asked("compare", text, answer, shown=((answer, (*digits[0], *digits[1])),))
 
 
 def make_pair(
@@ -791,12 +823,14 @@ def ask_told(rng: random.Random, scene: Scene, ordered: bool) -> Asked | None:
             a, b = refer(rng, scene, thing), refer(rng, scene, other)
             if not (a and b):
                 return None
+            text = f"Is the {a} {rng.choice(SIDE_WORDS[side])} the {b}?"
             right = _along(side, thing, other) > 0
-            return Asked("text", f"Is the {a} {rng.choice(SIDE_WORDS[side])} the {b}?", "yes" if right else "no")
-        which = rng.choice(EXTREMES[side][:2]).format(o="object")
-        return Asked("text", f"What is the {which}?", row[0 if side == "left of" else -1].name)
-    asked = ask(rng, scene, rng.choice(("colour", "colour", "shape", "size", "yes/no", "count")))
-    return asked and Asked("text", asked.question, asked.answer, asked.targets)
+            return Asked("text", text, "yes" if right else "no", named=((a, (thing,)), (b, (other,))))
+        which, found = rng.choice(EXTREMES[side][:2]).format(o="object"), row[0 if side == "left of" else -1]
+        return Asked("text", f"What is the {which}?", found.name, shown=((found.name, (found,)),))
+    if asked := ask(rng, scene, rng.choice(("colour", "colour", "shape", "size", "yes/no", "count"))):
+        asked.kind = "text"
+    return asked
 
 
 def ask_text(rng: random.Random, pairs: tuple = TRAINED) -> Asked:
