@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import checkpoints
 import pytest
@@ -193,3 +194,27 @@ def test_requests_say_what_they_are():
     with pytest.raises(ValueError, match="exactly one"):
         Request()
     assert Request(prompt=Rendered("<image>")).id != Request(prompt="x").id
+
+
+def test_the_callers_loop_goes_on():
+    """While large pictures are prepared and requests run, the caller's own loop keeps time (G1; `benchmarks/lag.py`)."""
+    with checkpoints.quiet():
+        engine = AsyncPrefiller.from_pretrained(checkpoints.cached("smolvlm"))
+    lags = []
+
+    async def ticker():
+        while True:
+            started = time.perf_counter()
+            await asyncio.sleep(0.005)
+            lags.append(time.perf_counter() - started - 0.005)
+
+    async def run():
+        clock = asyncio.ensure_future(ticker())
+        await engine.prefill_many(
+            [Request(prompt="x", images=[checkpoints.picture(i, (1024, 1024))]) for i in range(8)]
+        )
+        clock.cancel()
+
+    asyncio.run(run())
+    engine.close()
+    assert sorted(lags)[len(lags) // 2] < 0.05

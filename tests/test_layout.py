@@ -3,6 +3,7 @@
 import ast
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -201,3 +202,10 @@ def test_an_editable_install_imports(checkout, tmp_path):
     where = build(checkout, "editable", tmp_path)
     code = f"import site; site.addsitedir({str(where)!r}); {SHOW}"
     assert imported_from(code, tmp_path) == checkout / "pipeline/__init__.py"
+
+
+def test_pictures_are_decoded_in_one_place():
+    """One decoder, Pillow on the CPU, so that every entry gives the same pixels within the same limits (A23)."""
+    decoders = re.compile(r"FORMATS\[|Image\.open\(|decode_(image|jpeg|png)|read_image|torchvision\.io|nvjpeg", re.I)
+    files = [path for folder in FOLDERS for path in (ROOT / folder).glob("*.py") if not path.name.startswith("bench")]
+    assert {path.name for path in files if decoders.search(path.read_text(encoding="utf-8"))} == {"formats.py"}

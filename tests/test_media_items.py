@@ -7,6 +7,8 @@ import shutil
 import checkpoints
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mmprefill import Prefiller
 from mmprefill.config import PrefillConfig
@@ -295,6 +297,33 @@ def test_any_size_is_right_or_an_error_of_its_own(family, size):
             assert_rows_match(family, size)
     else:
         assert_rows_match(family, size)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", "qwen3_vl", "smolvlm", "internvl", "mistral3", "gemma3", "llava_next"]
+)
+@settings(max_examples=8, deadline=None, database=None, derandomize=True)
+@given(width=st.integers(15, 420), height=st.integers(15, 420))  # one row of Pixtral's fails in transformers 5.24
+def test_one_count_for_placeholders_and_rows(family, width, height):
+    """Whatever the size, the prompt holds as many placeholders as the tower makes rows (B4)."""
+    try:
+        assert_rows_match(family, (width, height))
+    except MediaError as error:
+        assert "aspect ratio" in str(error)
+
+
+@torch.inference_mode()
+def test_padding_between_pictures_of_other_sizes_reaches_no_row():
+    """Pixtral's processor pads pictures to the largest of a request: the rows equal those of each alone (C10)."""
+    pictures = [checkpoints.picture(0, (32, 48)), checkpoints.picture(1, (64, 16))]
+    prepared, sequence = merged("mistral3", pictures)
+    for picture, item in zip(pictures, prepared.media, strict=True):
+        one, alone = merged("mistral3", [picture])
+        inside, expected = (
+            torch.cat([s.embeds[0, start:end] for start, end in runs])
+            for s, runs in ((sequence, item.runs), (alone, one.media[0].runs))
+        )
+        assert (inside - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("family", ["smolvlm", "internvl", "perception_lm", "aya_vision", "lfm2_vl", "minicpmv4_6"])

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from mmprefill import Prefiller, Request
 from mmprefill.cli import main
-from mmprefill.pipeline import calibrate, memory
+from mmprefill.pipeline import calibrate, memory, merge
 from mmprefill.pipeline.costs import Costs, Curve
 from mmprefill.pipeline.footprint import Footprint, LayerBytes, footprint, peak
+from mmprefill.pipeline.prefill import Chunk, Prefill, run_step
 
 COSTS = Costs(Curve.line(0.03, 0.00045), Curve.line(0.01, 0.00026))
 
@@ -208,3 +209,23 @@ def test_the_command_prints_and_explains(capsys):
     assert record["budgets"]["used"] <= record["budgets"]["memory"]
     assert main(["plan", folder, "--device-memory", "64KiB"]) == 2
     assert "give at least" in capsys.readouterr().err
+
+
+def test_transients_do_not_grow_with_the_square_of_the_prompt():
+    """The last chunk of a prompt twice as long needs at most twice as much, and far less than one step over all (H2)."""
+
+    def chunk(prefiller, tokens, size):
+        family, plan = prefiller.session.family, prefiller.session.route.plan
+        ids = calibrate.plain_ids(family, tokens)[0].tolist()
+        started = Prefill.start(merge.merge(family, prefiller.intake.prepare(Request(input_ids=ids)), {}))
+        while started.kv.length < tokens - size:
+            run_step(family, plan, [Chunk(started, started.kv.length + size)])
+        return peak(family.device, lambda: run_step(family, plan, [Chunk(started, tokens)]))
+
+    with opened("smolvlm") as prefiller:
+        short, long, whole = (
+            prefiller.session.lane.call(chunk, prefiller, tokens, size)
+            for tokens, size in ((1024, 128), (2048, 128), (2048, 2048))
+        )
+    assert long <= 2.1 * short
+    assert long <= 0.35 * whole

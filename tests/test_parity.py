@@ -187,3 +187,61 @@ def test_plain_forward_beside_a_packed_step(first):
         with attention(model, "sdpa"):
             stock = model(**prepared.inputs).logits
     assert torch.equal(ours, stock)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "paligemma", "smolvlm"])
+def test_chunks_end_anywhere_but_inside_a_two_way_span(family):
+    """Each single picture stays whole in Gemma 3, a whole prompt in PaliGemma, and nothing more (D10)."""
+    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(family), dtype="fp32") as prefiller:
+        request = Request(prompt="two of them", images=[checkpoints.picture(1), checkpoints.picture(2)])
+        sequence = prefiller.session.lane.call(merged, prefiller, request)
+        spans = [run for runs in prefiller.prefill(request).spans for run in runs]
+    expected = torch.ones(sequence.length + 1, dtype=torch.bool)
+    for start, end in {"gemma3": spans, "paligemma": [(0, sequence.length)], "smolvlm": []}[family]:
+        expected[start + 1 : end] = False
+    if family == "smolvlm":
+        assert sequence.edges is None
+    else:
+        assert torch.equal(sequence.edges, expected)
+
+
+def merged(prefiller, request):
+    engine = prefiller._engine
+    prepared = engine.intake.prepare(request)
+    inputs = vision.media_inputs(engine.family, prepared)
+    encoded = {each.medium: vision.encode(engine.family, [each])[0] for each in inputs}
+    return merge(engine.family, prepared, encoded)
+
+
+@pytest.mark.parametrize("family", FIRST)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_chunks(family, dtype):
+    """Finite in every dtype, stored in it, and chunks no further from fp32 than one step is, give or take (D6, D13)."""
+    requests = [Request(prompt="word " * 30, images=[checkpoints.picture(1)]), Request(prompt="short")]
+    logits = {}
+    for name, settings in (("fp32", {}), (dtype, {}), (dtype, {"chunk_tokens": 7})):
+        config = PrefillConfig(prefix_bytes=0, encoder_bytes=0, **settings)
+        with (
+            checkpoints.quiet(),
+            Prefiller.from_pretrained(checkpoints.cached(family), dtype=name, config=config) as prefiller,
+        ):
+            results = [unwrap(outcome) for outcome in prefiller.prefill_many(requests)]
+            assert {layer.keys.dtype for each in results for layer in each.cache.layers} == {
+                prefiller.session.family.dtype
+            }
+        logits[name, bool(settings)] = torch.stack([each.next_token_logits for each in results])
+    assert all(each.isfinite().all() for each in logits.values())
+    whole, chunked = ((logits[dtype, cut] - logits["fp32", False]).abs().max() for cut in (False, True))
+    assert chunked <= 3 * whole + 1e-3
+
+
+def test_only_last_rows_reach_the_head(first, monkeypatch):
+    """One row of logits per request, however long it is and in whatever chunks (H6)."""
+    from mmprefill.pipeline import prefill
+
+    rows, original = [], prefill.logits_of
+    monkeypatch.setattr(prefill, "logits_of", lambda f, hidden: rows.append(hidden.shape[1]) or original(f, hidden))
+    requests = prepared_requests(first)
+    for outcome in first.prefill_many(requests):
+        unwrap(outcome)
+    assert sum(rows) == len(requests)

@@ -1,6 +1,7 @@
 """Reuse is exact and explained: pictures by content, prefixes across requests, whether finished or in flight."""
 
 import asyncio
+import copy
 import gc
 import time
 
@@ -397,3 +398,48 @@ def test_a_broken_picture_takes_its_neighbours_along(monkeypatch):
         assert len(calls) == 2
         assert not engine._stores.encoder._flying
         assert not engine._driver._tower
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3"])
+def test_a_second_turn_with_another_picture(family):
+    """A chat goes on with a new picture: what was said is reused, and the answer equals one from scratch (E16)."""
+    parts = [{"type": "image", "image": checkpoints.picture(3)}, {"type": "text", "text": LONG}]
+    turn = [{"role": "user", "content": parts}]
+    more = [*turn, {"role": "assistant", "content": "A cat."}]
+    more.append(
+        {"role": "user", "content": [{"type": "text", "text": "And"}, {**parts[0], "image": checkpoints.picture(4)}]}
+    )
+    with open_prefiller(family) as warm, open_prefiller(family, prefix_bytes=0, encoder_bytes=0) as cold:
+        warm.prefill(turn)
+        result, expected = warm.prefill(more), cold.prefill(more)
+        same(result, expected)
+        assert result.reuse.tokens > BLOCK
+        assert result.generate(8) == expected.generate(8)
+
+
+def test_an_id_names_and_nothing_more(smol):
+    """Requests that call themselves the same, with other pictures or words, share nothing by it (E7)."""
+    with open_prefiller("smolvlm", prefix_bytes=0, encoder_bytes=0) as cold:
+        for picture, text in ((1, "what?"), (2, "what?"), (2, "where?")):
+            request = Request(prompt=text, images=[checkpoints.picture(picture)], id="mine")
+            same(smol.prefill(request), cold.prefill(request))
+
+
+def test_the_last_pixel_counts():
+    """Pictures that differ in their last pixel alone are different ones (E5)."""
+    first = checkpoints.picture(1, (200, 200))
+    second = first.copy()
+    second.putpixel((199, 199), tuple(255 - value for value in first.getpixel((199, 199))))
+    with open_prefiller("smolvlm") as warm:
+        warm.prefill("what?", images=[first])
+        assert warm.prefill("what?", images=[second]).reuse.pictures == 0
+
+
+def test_an_emitted_cache_can_be_copied(smol):
+    """No gradient hangs on it: `copy.deepcopy` works, with gradients on or off (E18)."""
+    cache = smol.prefill(LONG, images=[checkpoints.picture(1)]).cache
+    twin = copy.deepcopy(cache)
+    for layer, other in zip(cache.layers, twin.layers, strict=True):
+        assert not layer.keys.requires_grad
+        assert torch.equal(layer.keys, other.keys)
+        assert layer.keys.data_ptr() != other.keys.data_ptr()
