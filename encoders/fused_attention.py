@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from mmprefill.encoders import kernels
 
@@ -61,7 +63,8 @@ def attend(parts: Seq[Rows], scaling: float | None = None, *, causal: bool, wind
     numbers = [number for part in parts for number in _numbers(part, window or 0)]
     function = kernels.function("attend", first.query.dtype)
     assert function is not None
-    function((ctypes.c_int64 * len(numbers))(*numbers), len(parts), ctypes.byref(shape), torch.get_num_threads())
+    with record_function("mmprefill::attend") if torch.autograd._profiler_enabled() else nullcontext():
+        function((ctypes.c_int64 * len(numbers))(*numbers), len(parts), ctypes.byref(shape), torch.get_num_threads())
 
 
 class _Shape(ctypes.Structure):

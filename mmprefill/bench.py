@@ -16,12 +16,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
+PEERS = ("vllm", "openvino")
 VARIANTS = {"a": "different pictures", "b": "4 pictures x 8 questions", "c": "text only"}
 
 
@@ -36,8 +37,12 @@ class Measured:
         requests_per_s: requests per second, median of the repeats.
         first_token_s: median seconds of one request alone.
         peak_rss_mb: resident memory of its process, at its highest.
-        gflops: bf16 matrix-multiply rate seen in the same process, best of plain and prepacked oneDNN.
+        gflops: matrix-multiply rate seen in the same process, best of plain and prepacked oneDNN; 0 where not measured.
         seconds: of each repeat.
+        fraction: arithmetic of plain forwards (linear layers and attention, counted by torch) per second, over the best
+            rate that any process of this variant saw; work that was not done because it was shared counts as done.
+        stages: mean seconds of a request alone by stage (mmprefill only).
+        kinds: shares of the time of requests alone by kind of operation (mmprefill only).
     """
 
     system: str
@@ -48,6 +53,41 @@ class Measured:
     peak_rss_mb: int
     gflops: float
     seconds: tuple[float, ...]
+    fraction: float | None = None
+    stages: Mapping[str, float] = field(default_factory=dict)
+    kinds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another system in an environment of its own.
+
+    Attributes:
+        name: "vllm" or "openvino".
+        python: interpreter of its environment.
+        model: folder in the form that it reads; None is the checkpoint itself.
+    """
+
+    name: str
+    python: str
+    model: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Peer:
+        """NAME=PYTHON or NAME=PYTHON@FOLDER.
+
+        Raises:
+            ValueError: for anything else, and for an interpreter that is not there.
+        """
+        name, _, rest = text.partition("=")
+        python, _, folder = rest.partition("@")
+        if name not in PEERS or not python:
+            raise ValueError(
+                f"a peer is NAME=PYTHON or NAME=PYTHON@FOLDER with NAME of {', '.join(PEERS)}, got {text!r}"
+            )
+        if not Path(python).is_file():
+            raise ValueError(f"peer {name}: there is no interpreter {python!r}")
+        return cls(name, python, folder or None)
 
 
 def make_workload(folder: Path, pictures: Seq[Path], requests: int = 32, seed: int = 7) -> Path:
@@ -104,19 +144,26 @@ def compare(
     repeats: int = 3,
     dtype: str = "bf16",
     threads: int = 2,
+    against: Seq[Peer] = (),
 ) -> Iterator[Measured]:
-    """Run the systems side by side; yields one record per variant and system."""
+    """Run the systems and peers side by side; yields one record per variant and system."""
+    here = [sys.executable, "-m", "mmprefill.bench_worker"]
+    starts = [(name, [*here, name, model]) for name in systems]
+    peer = Path(__file__).with_name("bench_peer.py").read_text()  # as text: beside the file lies our own types.py
+    starts += [(each.name, [each.python, "-c", peer, each.name, each.model or model]) for each in against]
     for variant in variants:
+        rest = [str(each) for each in (workload, variant, requests, dtype, threads)]
         with ExitStack() as stack:
-            workers = {
-                name: stack.enter_context(_worker(name, model, workload, variant, requests, dtype, threads))
-                for name in systems
-            }
+            workers = {name: stack.enter_context(_worker([*start, *rest], threads)) for name, start in starts}
             for _ in range(repeats):
                 for worker in workers.values():
                     worker.run()
-            for name, worker in workers.items():
-                yield worker.measured(name, variant)
+            measured = [worker.measured(name, variant) for name, worker in workers.items()]
+            work = next((worker.work for worker in workers.values() if worker.work), None)
+            rate = max(row.gflops for row in measured) * 1e9
+            for row in measured:
+                share = work / statistics.median(row.seconds) / rate if work and rate else None
+                yield row if share is None else replace(row, fraction=round(share, 3))
 
 
 class _Worker:
@@ -124,7 +171,8 @@ class _Worker:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
-        self._repeats: list[Mapping[str, float]] = []
+        self._repeats: list[Mapping[str, Any]] = []
+        self.work = 0.0  # arithmetic in one repeat, where the system can count it
         self._ask()  # loaded and warm
 
     def run(self) -> None:
@@ -136,29 +184,29 @@ class _Worker:
         last = self._ask("quit")
         seconds = [repeat["seconds"] for repeat in self._repeats]
         tokens, requests = self._repeats[0]["tokens"], self._repeats[0]["requests"]
+        self.work = last.get("work", 0.0)
         middle = statistics.median(seconds)
         return Measured(
             system, variant, round(tokens / middle, 1), round(requests / middle, 3), round(last["first_token_s"], 4),
             int(last["peak_rss_mb"]), round(last["gflops"]), tuple(round(s, 3) for s in seconds),
+            stages=last.get("stages", {}), kinds=last.get("kinds", {}),
         )  # fmt: skip
 
-    def _ask(self, order: str = "") -> dict[str, float]:
+    def _ask(self, order: str = "") -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         if order:
             print(order, file=self._process.stdin, flush=True)
         for line in self._process.stdout:
             if line.startswith("{"):
-                answer: dict[str, float] = json.loads(line)
+                answer: dict[str, Any] = json.loads(line)
                 return answer
         raise RuntimeError(f"a benchmark process died with exit code {self._process.wait()}")
 
 
 @contextmanager
-def _worker(system: str, *arguments: Any) -> Iterator[_Worker]:
-    threads = str(arguments[-1])
-    command = [sys.executable, "-m", "mmprefill.bench_worker", system, *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+def _worker(command: Seq[str], threads: int) -> Iterator[_Worker]:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)  # noqa: S603
     try:
         yield _Worker(process)
@@ -168,16 +216,23 @@ def _worker(system: str, *arguments: Any) -> Iterator[_Worker]:
 
 
 def as_lines(rows: Seq[Measured]) -> str:
-    """A Markdown table with ratios to transformers, and one line of JSON."""
+    """Markdown tables (ratios to transformers; where the time of a request alone goes), and one line of JSON."""
     base = {row.variant: row for row in rows if row.system == "transformers"}
     lines = [
-        "| workload | system | prompt tokens/s | x transformers | requests/s | first token alone, ms | peak RSS, MB |",
-        "|---|---|---|---|---|---|---|",
+        "| workload | system | prompt tokens/s | x transformers | of the rate | requests/s | first token alone, ms "
+        "| peak RSS, MB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         ratio = f"{row.tokens_per_s / base[row.variant].tokens_per_s:.2f}" if row.variant in base else "-"
+        share = "-" if row.fraction is None else f"{row.fraction:.0%}"
         lines.append(
-            f"| {VARIANTS[row.variant]} | {row.system} | {row.tokens_per_s:.0f} | {ratio} | {row.requests_per_s:.2f} "
-            f"| {row.first_token_s * 1000:.0f} | {row.peak_rss_mb} |"
+            f"| {VARIANTS[row.variant]} | {row.system} | {row.tokens_per_s:.0f} | {ratio} | {share} "
+            f"| {row.requests_per_s:.2f} | {row.first_token_s * 1000:.0f} | {row.peak_rss_mb} |"
         )
+    for row in rows:
+        if row.stages:
+            stages = ", ".join(f"{name} {seconds * 1000:.0f} ms" for name, seconds in row.stages.items())
+            kinds = ", ".join(f"{name} {share:.0%}" for name, share in row.kinds.items())
+            lines += ["", f"A request of {VARIANTS[row.variant]!r} alone: {stages}; {kinds}."]
     return "\n".join([*lines, "", json.dumps([asdict(row) for row in rows])])

@@ -16,15 +16,18 @@ from typing import Any
 import torch
 from PIL import Image
 
+from mmprefill.models import DTYPES
+
 Row = Mapping[str, Any]
 Run = Callable[[Seq[Row], str], int]  # rows, a name that no two runs share -> prompt tokens
+More = Callable[[Seq[Row]], dict[str, Any]]  # rows -> what else the system knows
 
 
 def main(system: str, model: str, workload: str, variant: str, requests: str, dtype: str, threads: str) -> None:
     """Serve orders from standard input, one JSON line each."""
     torch.set_num_threads(int(threads))
     rows = load_rows(Path(workload), variant, int(requests))
-    run = {"mmprefill": _mmprefill, "transformers": _transformers}[system](model, dtype)
+    run, more = {"mmprefill": _mmprefill, "transformers": _transformers}[system](model, dtype)
     run(rows[:2], "warm-up")
     _say({"ready": True})
     for number, order in enumerate(sys.stdin):
@@ -35,7 +38,8 @@ def main(system: str, model: str, workload: str, variant: str, requests: str, dt
         _say({"seconds": time.perf_counter() - started, "tokens": tokens, "requests": len(rows)})
     alone = [_timed(partial(run, [row], "alone")) for row in rows[:8]]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    _say({"first_token_s": statistics.median(alone), "peak_rss_mb": peak, "gflops": gemm_gflops()})
+    rate = gemm_gflops(DTYPES[dtype])
+    _say({"first_token_s": statistics.median(alone), "peak_rss_mb": peak, "gflops": rate, **more(rows)})
 
 
 def load_rows(folder: Path, variant: str, count: int) -> list[Row]:
@@ -53,29 +57,37 @@ def messages(row: Row) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*picture, {"type": "text", "text": row["text"]}]}]
 
 
-def _mmprefill(model: str, dtype: str) -> Run:
+def _mmprefill(model: str, dtype: str) -> tuple[Run, More]:
     from mmprefill import Prefiller
     from mmprefill.results import unwrap
 
     prefiller = Prefiller.from_pretrained(model, dtype=dtype)
 
-    def run(rows: Seq[Row], salt: str) -> int:  # the salt keeps a repeat from living off the one before
+    def serve(rows: Seq[Row], salt: str) -> list[Any]:  # the salt keeps a repeat from living off the one before
         outcomes = prefiller.prefill_many([{"messages": messages(row), "salt": salt} for row in rows])
-        return sum(len(unwrap(outcome).token_ids) for outcome in outcomes)
+        return [unwrap(outcome) for outcome in outcomes]
 
-    return run
+    def run(rows: Seq[Row], salt: str) -> int:
+        return sum(len(result.token_ids) for result in serve(rows, salt))
+
+    def more(rows: Seq[Row]) -> dict[str, Any]:
+        seconds = [serve([row], f"stage {i}")[0].seconds for i, row in enumerate(rows[:4])]
+        stages = {name: round(statistics.mean(each[name] for each in seconds), 4) for name in seconds[0]}
+        lane = prefiller.session.lane.call
+        return {"stages": stages, "kinds": kinds_of(lambda: serve(rows[:2], "kinds"), lane)}
+
+    return run, more
 
 
-def _transformers(model: str, dtype: str) -> Run:
+def _transformers(model: str, dtype: str) -> tuple[Run, More]:
     """The competent loop: one request at a time, last-position logits, no padding."""
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
     from transformers import AutoModelForImageTextToText, AutoProcessor
-
-    from mmprefill.models import DTYPES
 
     processor = AutoProcessor.from_pretrained(model)
     stock = AutoModelForImageTextToText.from_pretrained(model, dtype=DTYPES[dtype]).eval()
 
-    def run(rows: Seq[Row], _: str) -> int:
+    def run(rows: Seq[Row], _: str = "") -> int:
         tokens = 0
         for row in rows:
             text = processor.apply_chat_template(messages(row), add_generation_prompt=True)
@@ -87,12 +99,46 @@ def _transformers(model: str, dtype: str) -> Run:
                 stock(**inputs, use_cache=True, logits_to_keep=1)
         return tokens
 
-    return run
+    def attention(query: Any, key: Any, value: Any, dropout: float = 0.0, causal: bool = False, **_: Any) -> float:
+        return sdpa_flop_count(query, key, value) / (2 if causal else 1)
+
+    def more(rows: Seq[Row]) -> dict[str, Any]:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        with FlopCounterMode(display=False, custom_mapping={kernel: attention}) as counter:
+            run(rows)
+        return {"work": float(counter.get_total_flops())}
+
+    return run, more
 
 
-def gemm_gflops(size: int = 2048) -> float:
-    """The machine's bf16 matrix-multiply rate: the better of torch's linear and oneDNN's with weights packed beforehand."""
-    a, w = torch.randn(size, size).bfloat16(), torch.randn(size, size).bfloat16()
+# Kinds of operation, by what their names begin with, first match; the rest of the time is Python, waiting and hand-overs.
+_KINDS = (
+    ("attention", ("mmprefill::attend", "aten::_scaled_dot_product", "aten::bmm", "aten::_softmax")),
+    ("linear", ("mkldnn::_linear", "aten::mm", "aten::addmm", "aten::mkldnn_convolution", "aten::_mkldnn")),
+    ("copies", ("aten::copy_", "aten::cat", "aten::clone", "aten::index", "aten::_to_copy", "aten::contiguous")),
+    ("elementwise", ("aten::", "mkldnn::", "mmprefill::")),
+)
+
+
+def kinds_of(function: Callable[[], Any], lane: Callable[[Callable[[], Any]], Any]) -> dict[str, float]:
+    """Shares of a call's wall time by kind of operation, on the thread that computes, where `lane` runs a function."""
+    from torch.profiler import ProfilerActivity, profile
+
+    profiler = profile(activities=[ProfilerActivity.CPU])
+    lane(profiler.start)
+    wall = _timed(function)
+    lane(profiler.stop)
+    shares = dict.fromkeys([kind for kind, _ in _KINDS], 0.0)
+    for event in profiler.key_averages():
+        kind = next((kind for kind, starts in _KINDS if event.key.startswith(starts)), None)
+        if kind:
+            shares[kind] += event.self_cpu_time_total / 1e6 / wall
+    return {kind: round(share, 3) for kind, share in {**shares, "rest": max(0.0, 1 - sum(shares.values()))}.items()}
+
+
+def gemm_gflops(dtype: torch.dtype = torch.bfloat16, size: int = 2048) -> float:
+    """The machine's matrix-multiply rate: the better of torch's linear and oneDNN's with weights packed beforehand."""
+    a, w = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
     runs: list[Callable[[], Any]] = [lambda: torch.nn.functional.linear(a, w)]
     if torch.backends.mkldnn.is_available():
         packed = torch.ops.mkldnn._reorder_linear_weight(w, size)

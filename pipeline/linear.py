@@ -12,11 +12,14 @@ steps nothing. Nor are residuals added inside: at 1,024 rows that saves nothing 
 from __future__ import annotations
 
 import copy
+import ctypes
+import mmap
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,8 +96,11 @@ def pack(model: nn.Module) -> int:
     fusable: dict[Any, bool] = {}
     for mlp in [module for module in model.modules() if set(module.children()) & set(layers)]:
         _fuse(mlp, layers, fusable)
+    files = _mapped_files() if layers else []
     for layer in layers:
-        _set(layer, PackedLinear, torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach()))
+        weight = layer.weight.detach()
+        _set(layer, PackedLinear, torch.ops.mkldnn._reorder_linear_weight(weight))
+        _forget(weight, files)
     return len(layers)
 
 
@@ -125,6 +131,24 @@ def unpacked(model: nn.Module) -> Iterator[None]:
 def _set(layer: nn.Linear, kind: type[nn.Linear], weight: Tensor) -> None:
     layer.__class__ = kind
     layer._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+
+
+def _mapped_files() -> list[tuple[int, int]]:
+    """Address ranges of checkpoints that are mapped into memory, as transformers loads them on Linux."""
+    with suppress(OSError):
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        ranges = [line.split()[0].split("-") for line in lines if line.endswith(".safetensors")]
+        return [(int(start, 16), int(end, 16)) for start, end in ranges]
+    return []
+
+
+def _forget(weight: Tensor, files: Seq[tuple[int, int]]) -> None:
+    """Let go of the pages of a checkpoint that a weight was read from: while any other weight is in use, the whole file
+    stays mapped, and would be a second copy in resident memory. Whoever still reads them reads them from the file."""
+    start = -(-weight.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (weight.data_ptr() + weight.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < end and any(low <= start and end <= high for low, high in files):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
 def _plain(layer: nn.Linear) -> nn.Parameter:
