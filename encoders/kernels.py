@@ -1,7 +1,7 @@
 """The compiled kernels of `kernels.cpp`: built on first use, kept under the user's cache, called through ctypes.
 
 Without a compiler, on another processor, or where anything goes wrong while compiling, there are none, and callers take
-what torch has. MMPREFILL_KERNELS=0 in the environment does the same.
+what torch has. MMPREFILL_KERNELS=0 in the environment does the same; any other value of it is the folder to keep them in.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def _compiled(compiler: str, flags: Seq[str]) -> Path:
     """The shared library, from the cache if this source was compiled before."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_TIMEOUT).stdout  # noqa: S603
     key = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), version, " ".join(flags).encode()])).hexdigest()
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmprefill"
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = Path(os.environ.get("MMPREFILL_KERNELS") or cache_home / "mmprefill")
     library = root / f"kernels-{key[:24]}.so"
     if not library.exists():
         root.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -49,17 +49,15 @@ def tower_attention(
             return _fused(query, key, value, pieces, arguments.get("scaling")), None
         if len(pieces) == 1 and _tileable(query, key, value):
             return tiled(query, key, value, arguments.get("scaling")), None
-    parts = (
-        [
-            sdpa_attention_forward(
-                module, *(t[:, :, start:end] for t in (query, key, value)), attention_mask, **arguments
-            )
-            for start, end in pieces
-        ]
-        if bounds is not None
-        else [sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)]
-    )
-    return parts[0][0] if len(parts) == 1 else torch.cat([part for part, _ in parts], 1), None
+    if bounds is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)[0], None
+    parts = [
+        sdpa_attention_forward(
+            module, query[:, :, start:end], key[:, :, start:end], value[:, :, start:end], None, **arguments
+        )[0]
+        for start, end in pieces
+    ]
+    return torch.cat(parts, 1), None
 
 
 def _plain(module: nn.Module, mask: Tensor | None, arguments: Mapping[str, Any]) -> bool:

@@ -36,7 +36,7 @@ def main(system: str, model: str, workload: str, variant: str, requests: str, dt
         started = time.perf_counter()
         tokens = run(rows, str(number))
         _say({"seconds": time.perf_counter() - started, "tokens": tokens, "requests": len(rows)})
-    alone = [_timed(partial(run, [row], "alone")) for row in rows[:8]]
+    alone = [_timed(partial(run, [row], "alone")) for row in rows[:4]]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     rate = gemm_gflops(DTYPES[dtype])
     _say({"first_token_s": statistics.median(alone), "peak_rss_mb": peak, "gflops": rate, **more(rows)})
@@ -100,7 +100,7 @@ def _transformers(model: str, dtype: str) -> tuple[Run, More]:
         return tokens
 
     def attention(query: Any, key: Any, value: Any, dropout: float = 0.0, causal: bool = False, **_: Any) -> float:
-        return sdpa_flop_count(query, key, value) / (2 if causal else 1)
+        return float(sdpa_flop_count(query, key, value)) / (2 if causal else 1)
 
     def more(rows: Seq[Row]) -> dict[str, Any]:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

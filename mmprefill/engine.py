@@ -194,7 +194,11 @@ class AsyncPrefiller:
 
     async def _prepare(self, request: Request) -> Prepared:
         prepare = self._trace.timed("", "intake", self.intake.prepare, request=request.id)
-        return await self._loop.run_in_executor(self._host, prepare, request)
+        self._driver.arriving += 1
+        try:
+            return await self._loop.run_in_executor(self._host, prepare, request)
+        finally:
+            self._driver.arriving -= 1
 
     async def _sequence(self, active: Active, plan: Plan, prepared: Prepared, clock: Clock) -> None:
         """Encode and merge what an earlier prompt does not give, and take over what it does."""

@@ -32,6 +32,7 @@ Work = Step | Encode
 # Turns of the loop until an encoder output, or its failure, has gone all the way: future, cache, gather, request, and for
 # a failed request back again to its other pictures. Then its merge is queued, or they wait no more.
 _TURNS = 16
+GATHER = 0.004  # seconds, a few texts' intake
 
 
 @dataclass(eq=False)
@@ -94,6 +95,7 @@ class Driver:
         self._loops: list[asyncio.Task[None]] = []
         self._landing: asyncio.Future[None] | None = None  # of the step that the device is at
         self._fatal: BaseException | None = None
+        self.arriving = 0  # requests in the intake
         self.steps = 0
 
     # What a request's coroutine calls.
@@ -206,6 +208,7 @@ class Driver:
                 if work is None:
                     self._wake.clear()
                     await self._wake.wait()
+                    await self._gather()
                 elif isinstance(work, Encode):
                     await self._splitting(work.pictures, self._encode, self._fail_picture)
                     for _ in range(_TURNS):
@@ -214,6 +217,13 @@ class Driver:
                     await self._splitting(work.takes, self._step, self._fail_take)
         except Exception as error:  # a mistake of ours: nobody shall wait for a loop that ended
             self.die(error)
+
+    async def _gather(self) -> None:
+        """After idling, those who are about to leave the intake share the first step: a step of one short text takes a
+        third of one with eight."""
+        until = time.perf_counter() + GATHER
+        while self.arriving and time.perf_counter() < until:
+            await asyncio.sleep(GATHER / 8)
 
     async def _encode(self, pictures: Seq[tuple[Job, Picture]]) -> None:
         waiting = [(picture, self._tower[picture]) for _, picture in pictures if picture in self._tower]

@@ -20,7 +20,7 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -63,8 +63,8 @@ class PackedLinear(nn.Linear):
 def multiply(layer: nn.Linear, input: Tensor, activation: Activation = PLAIN) -> Tensor:
     """A packed layer on an input [..., in], activated."""
     if _foreign(layer, input):
-        made = F.linear(input, layer.weight.to_dense(), layer.bias)
-        return made if activation == PLAIN else _KNOWN[activation](made)
+        plain = F.linear(input, layer.weight.to_dense(), layer.bias)
+        return plain if activation == PLAIN else _KNOWN[activation](plain)
     name, algorithm = activation
     made: Tensor = torch.ops.mkldnn._linear_pointwise.default(input, layer.weight, layer.bias, name, [], algorithm)
     return made
@@ -92,7 +92,8 @@ def pack(model: nn.Module) -> int:
         How many layers were packed now.
     """
     owners = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
-    layers = [each for each in model.modules() if _packable(each) and owners[id(each.weight)] == 1]
+    linears = [each for each in model.modules() if isinstance(each, nn.Linear)]
+    layers = [each for each in linears if _packable(each) and owners[id(each.weight)] == 1]
     fusable: dict[Any, bool] = {}
     for mlp in [module for module in model.modules() if set(module.children()) & set(layers)]:
         _fuse(mlp, layers, fusable)
@@ -106,12 +107,13 @@ def pack(model: nn.Module) -> int:
 
 def unpack(model: nn.Module) -> list[nn.Module]:
     """Give every packed layer and every fused MLP of a model its plain form; returns what was changed."""
-    changed = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    for layer in changed:
-        _set(layer, nn.Linear, layer.weight.to_dense())
-    for module in model.modules():
-        if isinstance(vars(module).get("forward"), _Fused):
-            del module.forward
+    changed: list[nn.Module] = []
+    for layer in model.modules():
+        if isinstance(layer, PackedLinear):
+            _set(layer, nn.Linear, layer.weight.to_dense())
+            changed.append(layer)
+        if isinstance(vars(layer).get("forward"), _Fused):
+            del layer.forward
     return changed
 
 
@@ -186,13 +188,17 @@ class _Fused:
         self.mlp, self.names, self.activation = mlp, names, activation
 
     def __call__(self, input: Tensor) -> Any:
-        first, *up, last = (self.mlp._modules[name] for name in self.names)
+        first, *up, last = _layers(self.mlp, self.names)
         if any(type(layer) is not PackedLinear or _hooked(layer) for layer in (first, *up)):
             return type(self.mlp).forward(self.mlp, input)
         hidden = multiply(first, input, self.activation)
         for layer in up:
             hidden = _multiply_by(layer, input, hidden)
         return last(hidden)
+
+
+def _layers(mlp: nn.Module, names: Seq[str]) -> list[nn.Linear]:
+    return [cast("nn.Linear", mlp._modules[name]) for name in names]
 
 
 def _fuse(mlp: nn.Module, packable: Collection[nn.Module], fusable: dict[Any, bool]) -> None:
@@ -210,7 +216,7 @@ def _fuse(mlp: nn.Module, packable: Collection[nn.Module], fusable: dict[Any, bo
     if kind not in fusable:
         fusable[kind] = _same(mlp, names, activation)
     if fusable[kind]:
-        mlp.forward = _Fused(mlp, names, activation)  # type: ignore[method-assign]
+        mlp.forward = _Fused(mlp, names, activation)
 
 
 # What a module of another kind says to the probe.
@@ -232,14 +238,11 @@ def _known(module: nn.Module) -> Activation | None:
 @torch.no_grad()
 def _same(mlp: nn.Module, names: Seq[str], activation: Activation) -> bool:
     twin = copy.deepcopy(mlp).float()
-    first, *up, last = (twin._modules[name] for name in names)
-    assert first is not None
-    assert last is not None
+    first, *up, last = _layers(twin, names)
     try:
-        input = torch.randn(1, 2, first.in_features, generator=torch.Generator().manual_seed(0))  # type: ignore[call-overload]
+        input = torch.randn(1, 2, first.in_features, generator=torch.Generator().manual_seed(0))
         hidden = _KNOWN[activation](first(input))
         for layer in up:
-            assert layer is not None
             hidden = hidden * layer(input)
         return bool(torch.allclose(twin(input), last(hidden), rtol=1e-4, atol=1e-5))
     except _NOT_LIKE_IT:

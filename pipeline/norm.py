@@ -41,7 +41,7 @@ def fuse(model: nn.Module) -> int:
     """Put the kernel behind every frozen RMS norm of a model; returns how many. Twice does no harm."""
     found = list(_norms(model))
     for module, eps, offset in found:
-        module.forward = FusedNorm(module, eps, offset)  # type: ignore[method-assign]
+        module.forward = FusedNorm(module, eps, offset)
     return len(found)
 
 

@@ -5,6 +5,7 @@ import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="mmprefill-tests-")  # no calibration of this machine in here
+os.environ.setdefault("MMPREFILL_KERNELS", os.path.join(tempfile.gettempdir(), f"mmprefill-kernels-{os.getuid()}"))
 
 import socket
 

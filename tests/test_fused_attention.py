@@ -77,7 +77,7 @@ def test_what_it_does_not_serve():
 
 def test_without_a_compiler_there_is_no_kernel(monkeypatch, tmp_path):
     """No compiler, one that fails, one that is not there: silence."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MMPREFILL_KERNELS", str(tmp_path))
     for compiler in ("/nonexistent", "false"):
         monkeypatch.setenv("CXX", compiler)
         assert kernels._library.__wrapped__() is None
