@@ -13,7 +13,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from collections.abc import Sequence as Seq
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -90,7 +90,7 @@ class Chat:
 
     # What the page calls; each yields when there is something new to show.
 
-    async def ask(self, text: str, files: Seq[Path], settings: Settings) -> AsyncIterator[None]:
+    async def ask(self, text: str, files: Seq[Path], settings: Settings) -> AsyncGenerator[None, None]:
         """Answer a question.
 
         Raises:
@@ -106,7 +106,7 @@ class Chat:
             async for _ in changes:
                 yield
 
-    async def go_on_from(self, file: Path, settings: Settings) -> AsyncIterator[None]:
+    async def go_on_from(self, file: Path, settings: Settings) -> AsyncGenerator[None, None]:
         """Continue from an uploaded KV file: its answer first, then further questions.
 
         Raises:
@@ -130,7 +130,7 @@ class Chat:
             raise Refused("There is no KV cache yet: ask something first.")
         return await asyncio.to_thread(self.result.save, self.folder / f"{self.result.id}.kv.safetensors")
 
-    async def _watched(self, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    async def _watched(self, work: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]:
         """Run the work as a task that `stop` can cancel; if the page goes away that cancels it too."""
         self._changed.clear()
         self._running = running = asyncio.create_task(self._guarded(work))

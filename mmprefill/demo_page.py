@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -170,32 +171,40 @@ class _Events:
     def __init__(self, chats: Chats) -> None:
         self._chats = chats
 
-    async def ask(self, box: Any, chunk: int, reuse: bool, tokens: int, request: gr.Request) -> AsyncIterator[Any]:
+    async def ask(
+        self, box: Any, chunk: int, reuse: bool, tokens: int, request: gr.Request
+    ) -> AsyncGenerator[Any, None]:
         """A question from the box."""
         chat = self._chats.of(request.session_hash)
         files = [Path(file) for file in (box or {}).get("files", [])]
         asking = self._asked(chat, (box or {}).get("text", ""), files, _settings(chunk, reuse, tokens))
-        async for update in self._shown(chat, asking):
-            yield update
+        async with aclosing(self._shown(chat, asking)) as updates:
+            async for update in updates:
+                yield update
 
-    def example(self, number: int) -> Callable[..., AsyncIterator[Any]]:
+    def example(self, number: int) -> Callable[..., AsyncGenerator[Any, None]]:
         """The handler of an example's button: a conversation that begins with it."""
 
-        async def ask(chunk: int, reuse: bool, tokens: int, request: gr.Request) -> AsyncIterator[Any]:
+        async def ask(chunk: int, reuse: bool, tokens: int, request: gr.Request) -> AsyncGenerator[Any, None]:
             chat, example = self._chats.of(request.session_hash), questions()[number]
             await chat.clear()
             files = [EXAMPLES / name for name in example["pictures"]]
             asking = self._asked(chat, example["question"], files, _settings(chunk, reuse, tokens))
-            async for update in self._shown(chat, asking):
-                yield update
+            async with aclosing(self._shown(chat, asking)) as updates:
+                async for update in updates:
+                    yield update
 
         return ask
 
-    async def resume(self, file: str, chunk: int, reuse: bool, tokens: int, request: gr.Request) -> AsyncIterator[Any]:
+    async def resume(
+        self, file: str, chunk: int, reuse: bool, tokens: int, request: gr.Request
+    ) -> AsyncGenerator[Any, None]:
         """An uploaded KV file."""
         chat = self._chats.of(request.session_hash)
-        async for update in self._shown(chat, chat.go_on_from(Path(file), _settings(chunk, reuse, tokens))):
-            yield update
+        going = chat.go_on_from(Path(file), _settings(chunk, reuse, tokens))
+        async with aclosing(self._shown(chat, going)) as updates:
+            async for update in updates:
+                yield update
 
     def stop(self, request: gr.Request) -> None:
         """The stop button. The handler that runs sees its own work end, and tidies the page."""
@@ -218,17 +227,20 @@ class _Events:
         """The page was closed."""
         self._chats.release(request.session_hash)
 
-    async def _asked(self, chat: Chat, text: str, files: list[Path], settings: Settings) -> AsyncIterator[None]:
+    async def _asked(self, chat: Chat, text: str, files: list[Path], settings: Settings) -> AsyncGenerator[None, None]:
         self._chats.check_room()
-        async for _ in chat.ask(text, files, settings):
-            yield
+        async with aclosing(chat.ask(text, files, settings)) as changes:
+            async for _ in changes:
+                yield
 
-    async def _shown(self, chat: Chat, changes: AsyncIterator[None]) -> AsyncIterator[Any]:
+    async def _shown(self, chat: Chat, changes: AsyncGenerator[None, None]) -> AsyncGenerator[Any, None]:
+        """The page after each change; a page that goes away closes the changes, which cancels the work."""
         begun = False
         try:
-            async for _ in changes:
-                yield messages(chat), gr.skip() if begun else _box(busy=True, cleared=True), panel(chat.report)
-                begun = True
+            async with aclosing(changes):
+                async for _ in changes:
+                    yield messages(chat), gr.skip() if begun else _box(busy=True, cleared=True), panel(chat.report)
+                    begun = True
         except Refused as refusal:
             gr.Warning(str(refusal), title="Not yet")
             yield gr.skip(), gr.skip(), gr.skip()

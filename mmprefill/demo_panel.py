@@ -47,10 +47,10 @@ def _facts(report: Report) -> str:
     each = human_bytes(report.kv_bytes / total)
     chunks = sum(span.row == "decoder" for span in report.spans)
     facts = [
-        ("Prompt", f"{total} tokens", f"in {_count(chunks, 'chunk')}" if chunks else "nothing to compute"),
+        ("Prompt", f"{total}", f"tokens in {_count(chunks, 'chunk')}" if chunks else "tokens, none to compute"),
         ("KV cache", human_bytes(report.kv_bytes), f"{each}/token"),
         ("First token", _time(report.first_token), f"{report.route} path"),
-        ("Answer", _count(report.answered, "token"), _rate(report)),
+        ("Answer", f"{report.answered}", f"token{'s' * (report.answered != 1)}, {_rate(report)}"),
     ]
     cells = "".join(
         f"<div><dt>{name}</dt><dd><b>{escape(value)}</b><small>{escape(more)}</small></dd></div>"
