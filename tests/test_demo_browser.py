@@ -1,6 +1,11 @@
 """The demo in a real browser: what a user does, and what they see. No test depends on a right answer."""
 
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -68,6 +73,28 @@ def picture(tmp_path):
 def only_chat(served):
     """The chat that was used last."""
     return list(served[1]._chats.values())[-1]
+
+
+def test_the_command(chromium, tmp_path):
+    """`mmprefill demo` serves a page that can be used: within 10 s on two quiet cores, and these may be busy."""
+    started = time.monotonic()
+    command = [sys.executable, "-m", "mmprefill.cli", "demo", "--port", str(free_port())]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=tmp_path)
+    try:
+        user = browser.User(chromium, process.stdout.readline().split()[5])
+        assert user.submit.is_enabled()
+        assert time.monotonic() - started < 60
+        user.close()
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        process.stdout.close()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def test_a_picture(user, picture):
