@@ -4,6 +4,9 @@
     python benchmarks/load.py simulate --costs costs.json          the same with costs that were measured before
     python benchmarks/load.py live FOLDER --requests 300           the engine itself, and the simulator on the same trace
 
+A live run takes about 2.6 times the loop's own time: for minutes rather than a quarter of an hour cut the shape
+(`benchmarks/shapes.py smolvlm-256m FOLDER --layers 6`).
+
 `live` runs the requests through the loop, one at a time as fast as it goes, which gives its service times and its
 capacity; then through the engine, open loop, at a share of that capacity. The loop under load is that queue replayed:
 first come, one at a time, with the service times just measured. Prints Markdown tables and ends with a line of JSON.

@@ -195,5 +195,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=SHAPES)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, help="cut both models to so many")
     arguments = parser.parse_args()
-    print(make(arguments.name, arguments.folder))
+    print(make(arguments.name, arguments.folder, layers=arguments.layers))
