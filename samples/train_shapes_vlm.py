@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("work", type=Path, help="folder of the checkpoints")
     parser.add_argument("--export", type=Path, help="where the finished model goes [WORK/export]")
     parser.add_argument("--steps", type=int, default=2600, help="updates in all [%(default)s]")
-    parser.add_argument("--seeing", type=int, default=300, help="of which the tower alone [%(default)s]")
+    parser.add_argument("--seeing", type=int, default=400, help="of which the tower alone [%(default)s]")
     parser.add_argument("--pictures", type=int, default=64, help="pictures per step for the tower alone [%(default)s]")
     parser.add_argument("--rows", type=int, default=24, help="conversations per step [%(default)s]")
     parser.add_argument("--length", type=int, default=320, help="their length in tokens [%(default)s]")

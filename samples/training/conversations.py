@@ -18,8 +18,8 @@ MIX = {"colour": 7, "shape": 6, "size": 4, "yes/no": 12, "count": 24, "relation"
 CHARS = ms.DIGITS + ms.LETTERS
 # Where one head of a layer is shown where to look, while it learns: (layer, head). A word of the question looks at the
 # objects that it names; before a word of the answer, at the first and the last name in the question, and at what the word
-# is read from. The very first token gets as much as each object that fits: all where nothing does, less the more there are.
-# Where an answer counts it gets as much as three of them, which tells five from six more clearly.
+# is read from. The very first token gets as much as each object that fits: all where nothing does, less the more there are,
+# which is how to count.
 LOOKS = {"names": (1, 0), "first": (2, 0), "last": (2, 1), "shows": (3, 0)}
 COUNTED = ("yes", "no", "first", "second", "same", "both", *"0123456")
 
@@ -113,7 +113,7 @@ class Writer:
     @staticmethod
     def _answer(row: Row, asked: ms.Asked, ends: list[int], names: list[int]) -> None:
         """What comes before a word of the answer looks at the names in the question and at what the word is read from."""
-        counts = [0, 0, 0] if asked.answer in COUNTED and asked.kind != "digit" else []
+        counts = [0] if asked.answer in COUNTED and asked.kind != "digit" else []
         begin = 0
         for words, things in asked.shown or [(asked.answer, ())]:
             begin = asked.answer.find(words, begin)
@@ -228,8 +228,7 @@ class Pointed:
         found = [(b, at, to) for b, row in enumerate(rows) for at, to in row if to and all(k < at for k in to)]
         wanted = torch.zeros(len(found), width)
         for n, (_, _, to) in enumerate(found):
-            for k in to:
-                wanted[n, k] += 1 / len(to)
+            wanted[n, to] = 1 / len(set(to))
         return cls(torch.tensor([b for b, _, _ in found]), torch.tensor([at for _, at, _ in found]), wanted)
 
 

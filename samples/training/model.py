@@ -111,7 +111,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> PerceptionLMForConditiona
         "num_key_value_heads": 2,
         "head_dim": WIDTH // 4,
         "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e8},  # most of each head hardly turns: it
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},  # half of each head hardly turns: it
         # finds things by what they are, however far away
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
