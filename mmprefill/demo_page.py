@@ -77,6 +77,7 @@ LAUNCH = {
     "show_error": False,
     "ssr_mode": False,
     "footer_links": [],
+    "run_history": False,  # no trace of what was asked in the browser's storage either
     "theme": _theme(),
     "css_paths": ASSETS / "demo.css",
     "app_kwargs": {"middleware": [(NothingFetched, (), {})]},
