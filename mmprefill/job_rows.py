@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sqlite3
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
@@ -56,16 +57,45 @@ def rows(inputs: Seq[Input], settings: JobSettings) -> Iterator[Row]:
 
 
 def _every(inputs: Seq[Input], settings: JobSettings) -> Iterator[Row]:
-    mapping, seen = Columns(settings), set[bytes]()
+    mapping = Columns(settings)
     found = ((values, each) for each in inputs for values in _checked(each, settings, mapping))
-    for index, (values, source) in enumerate(found):
-        row = _row(index, values, source, mapping)
-        mark = hashlib.blake2b(row.id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        if mark in seen:
-            error = RequestError(f"row {index}: id {row.id!r} was used by an earlier row")
-            row = replace(row, error=row.error or error)
-        seen.add(mark)
-        yield row
+    with _Seen() as seen:
+        for index, (values, source) in enumerate(found):
+            row = _row(index, values, source, mapping)
+            if not seen.add(row.id):
+                error = RequestError(f"row {index}: id {row.id!r} was used by an earlier row")
+                row = replace(row, error=row.error or error)
+            yield row
+
+
+class _Seen:
+    """Ids that came by, by their digests; beyond some number of them on disk, in a file that has no name."""
+
+    def __init__(self, most: int = 2**18) -> None:
+        self._most, self._marks = most, set[bytes]()
+        self._rest: sqlite3.Connection | None = None
+
+    def add(self, id: str) -> bool:
+        """Note an id; whether it is new."""
+        mark = hashlib.blake2b(id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        if mark in self._marks:
+            return False
+        if len(self._marks) < self._most:
+            self._marks.add(mark)
+            return True
+        if self._rest is None:
+            self._rest = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+            self._rest.executescript(
+                "PRAGMA journal_mode=OFF; CREATE TABLE ids (mark BLOB PRIMARY KEY) WITHOUT ROWID; BEGIN"
+            )
+        return self._rest.execute("INSERT OR IGNORE INTO ids VALUES (?)", (mark,)).rowcount == 1
+
+    def __enter__(self) -> _Seen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._rest is not None:
+            self._rest.close()
 
 
 def _row(index: int, values: Values | Exception, source: Input, mapping: Columns) -> Row:

@@ -708,6 +708,15 @@ def test_rows_in_flight_are_bounded(heard, data, tmp_path, monkeypatch):
     assert max(ahead) <= 10 + 6 + 1
 
 
+def test_ids_are_kept_in_bounded_memory():
+    """Ids that were used are known however many there are; beyond a number they are on disk."""
+    with job_rows._Seen(most=10) as seen:
+        assert all(seen.add(f"r{i}") for i in range(1000))
+        assert not any(seen.add(f"r{i}") for i in range(1000))
+        assert seen.add("\ud800")
+        assert len(seen._marks) == 10
+
+
 def test_shared_pictures_are_encoded_once(heard, data, tmp_path):
     """Over the whole input, however far apart the rows that show them; the output keeps its order."""
     source = write(data / "in.jsonl", simple(40))
