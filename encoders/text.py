@@ -23,7 +23,7 @@ from mmprefill.encoders.inert import Controls, Inert, RenamedTokenizer
 from mmprefill.encoders.media import RequestMedia, join_tiles
 from mmprefill.encoders.messages import Message, checked, parts_of, user_turn
 from mmprefill.encoders.template import Template
-from mmprefill.errors import PlaceholderError, PromptTooLongError, RequestError
+from mmprefill.errors import MediaLimitError, PlaceholderError, PromptTooLongError, RequestError
 from mmprefill.fetch import Fetcher
 from mmprefill.types import Prepared, Rendered, Request
 
@@ -238,6 +238,13 @@ class Intake:
         return result
 
     def _check_length(self, prepared: Prepared) -> None:
+        most = self.config.max_picture_tokens
+        for number, item in enumerate(prepared.media, 1):
+            if (rows := sum(end - start for start, end in item.runs)) > most:
+                raise MediaLimitError(
+                    f"request {prepared.id!r}, medium {number} ({item.medium}, {item.size[1]} x {item.size[0]}): takes "
+                    f"{rows} tokens, more than PrefillConfig.max_picture_tokens of {most}"
+                )
         total = len(prepared.input_ids)
         limit = min(self.context, self.config.max_tokens or self.context)
         if total <= limit:

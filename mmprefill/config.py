@@ -78,6 +78,7 @@ class PrefillConfig:
         encoder_bytes: encoder outputs kept for pictures that come back; 0 keeps none.
         prefix_bytes: KV kept for prompts that share a beginning; 0 keeps none.
         max_tokens: most prompt tokens of one request; None takes the model's context.
+        max_picture_tokens: most of them that one picture or video may take.
         pack_weights: on a CPU, large linear layers keep their weights in oneDNN's layout, in place of the plain ones, and
             RMS norms run in one pass. The model is the bundle's: engines that share it share this.
     """
@@ -95,10 +96,11 @@ class PrefillConfig:
     encoder_bytes: int = 256 * 2**20
     prefix_bytes: int = 512 * 2**20
     max_tokens: int | None = None
+    max_picture_tokens: int = 16_384
     pack_weights: bool = True
 
     def __post_init__(self) -> None:
-        _check_positive(self, "early_tokens", "intake_threads", "max_waiting", "ageing")
+        _check_positive(self, "early_tokens", "intake_threads", "max_waiting", "ageing", "max_picture_tokens")
         _check_positive(
             self,
             *(

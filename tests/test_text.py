@@ -17,7 +17,7 @@ from mmprefill.config import PrefillConfig
 from mmprefill.encoders import families
 from mmprefill.encoders.inert import Controls, Inert, RenamedTokenizer
 from mmprefill.encoders.text import Intake
-from mmprefill.errors import MediaError, PlaceholderError, PromptTooLongError, RequestError
+from mmprefill.errors import MediaError, MediaLimitError, PlaceholderError, PromptTooLongError, RequestError
 from mmprefill.types import Rendered, Request
 
 ALL = [*checkpoints.FAMILIES, *checkpoints.GENERIC]
@@ -410,6 +410,16 @@ def test_a_long_prompt_is_refused_with_its_split(family):
     short = Intake(loaded(family)[1], intake(family).placeholders, PrefillConfig(), total - 1)
     with pytest.raises(PromptTooLongError, match="the model's context"):
         short.prepare(request)
+
+
+def test_a_picture_of_too_many_tokens_is_refused():
+    """A cap for each picture, whatever the context allows; the option that lifts it is named (H1)."""
+    small, large = checkpoints.picture(1, (64, 48)), checkpoints.picture(2, (300, 260))
+    request = Request(id="r", prompt="x", images=[small, large])
+    rows = [sum(end - start for start, end in item.runs) for item in intake("qwen2_vl").prepare(request).media]
+    assert intake("qwen2_vl", max_picture_tokens=rows[1]).prepare(request).media
+    with pytest.raises(MediaLimitError, match=rf"'r', medium 2 .*300 x 260.* {rows[1]} tokens.*max_picture_tokens"):
+        intake("qwen2_vl", max_picture_tokens=rows[1] - 1).prepare(request)
 
 
 def test_nothing_is_truncated_even_where_the_tokenizer_says_so():
