@@ -25,7 +25,7 @@ async def resumed(engine: AsyncPrefiller, file: Path) -> PrefillResult:
     try:
         result = await asyncio.to_thread(engine.resume, file)
     except ArtefactError as error:
-        raise ArtefactError(str(error).replace(str(file), file.name)) from error
+        raise ArtefactError(str(error).replace(str(file), f"the file {file.name}")) from error
     result.reuse = Reuse(len(result.token_ids), len(result.media), "the KV file holds them all")
     return result
 
