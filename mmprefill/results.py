@@ -134,10 +134,12 @@ class PrefillResult:
         return sum(t.numel() * t.element_size() for layer in cache.layers for t in _layer_tensors(layer))
 
     def top_tokens(self, k: int = 5) -> list[Token]:
-        """The k most probable next tokens, most probable first."""
+        """The k most probable next tokens, most probable first; of equal ones the smaller id, as greedy decoding has it."""
         logprobs = self.next_token_logits.log_softmax(-1)
-        best = logprobs.topk(min(k, len(logprobs)))
-        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        least = logprobs.topk(min(k, len(logprobs))).values[-1]
+        ids = (~(logprobs < least)).nonzero()[:, 0]  # in bf16 several are equal, and `topk` takes any of them
+        values, order = logprobs[ids].sort(descending=True, stable=True)
+        pairs = zip(ids[order][:k].tolist(), values[:k].tolist(), strict=True)
         return [Token(i, self.session.tokenizer.decode([i]), logprob) for i, logprob in pairs]
 
     def generate(self, max_new_tokens: int = 64, **arguments: Any) -> Generation:

@@ -1,5 +1,7 @@
 """Scores of many prompts together are those of a plain forward over prompt and choice."""
 
+import dataclasses
+
 import checkpoints
 import pytest
 import torch
@@ -101,3 +103,16 @@ def test_a_failed_request_stays_in_its_place(smolvlm):
     assert smolvlm.score_many([], CHOICES) == []
     with pytest.raises(ValueError, match="at least one token"):
         smolvlm.score_many(["a"], [""])
+
+
+def test_equal_tokens_come_by_their_ids(smolvlm):
+    """Of tokens that are equally probable the smaller id comes first, however many are asked for: as greedy decoding."""
+    result = smolvlm.prefill("a")
+    logits = torch.zeros_like(result.next_token_logits)
+    logits[[300, 7, 90, 41]] = torch.tensor([2.0, 2.0, 2.0, 3.0])
+    tied = dataclasses.replace(result, next_token_logits=logits)
+    for k, ids in ((1, [41]), (2, [41, 7]), (3, [41, 7, 90]), (4, [41, 7, 90, 300]), (6, [41, 7, 90, 300, 0, 1])):
+        assert [token.id for token in tied.top_tokens(k)] == ids
+    logits[41] = 2.0
+    assert tied.top_tokens(1)[0].id == int(logits.argmax()) == 7
+    assert len(tied.top_tokens(10**9)) == len(logits)
