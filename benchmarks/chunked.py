@@ -130,9 +130,15 @@ def times(arguments: argparse.Namespace, chunks: list[int]) -> dict[str, float]:
 
 
 def in_fresh_processes(arguments: argparse.Namespace, chunks: list[int]) -> dict[str, Any]:
-    rows = {"transformers, one shot": alone(their_memory, arguments)}
-    rows["one step"] = alone(our_memory, arguments, arguments.tokens)
-    return rows | {f"chunks of {chunk}": alone(our_memory, arguments, chunk) for chunk in chunks}
+    ways = {"transformers, one shot": partial(alone, their_memory, arguments)}
+    for chunk in (arguments.tokens, *chunks):
+        name = "one step" if chunk == arguments.tokens else f"chunks of {chunk}"
+        ways[name] = partial(alone, our_memory, arguments, chunk)
+    rows = {}
+    for name, run in ways.items():
+        rows[name] = run()
+        print(f"{name}: {rows[name]}", file=sys.stderr, flush=True)
+    return rows
 
 
 def our_memory(arguments: argparse.Namespace, chunk: int) -> dict[str, int]:
