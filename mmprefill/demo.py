@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -83,7 +84,9 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def run(open_engine: Callable[..., Any], *, host: str, port: int | None, limits: Limits) -> int:
-    """Serve until interrupted; returns the exit code."""
+    """Serve until interrupted or told to end, and clean up then; returns the exit code."""
+    for each in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs are started with SIGINT ignored
+        signal.signal(each, signal.default_int_handler)
     with serving(open_engine, host=host, port=port, limits=limits) as (address, _):
         print(f"mmprefill: the demo is at {address} (Ctrl-C ends it)", flush=True)
         if host not in LOCAL:
