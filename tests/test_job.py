@@ -596,7 +596,7 @@ def test_the_report_is_a_picture_too(prefiller, data, tmp_path):
     from xml.etree import ElementTree
 
     source = write(data / "in.jsonl", simple(3))
-    for wanted in ("prefill", "no row was served"):
+    for wanted in ("intake", "no row was served"):
         mmprefill.run_job(source, tmp_path / "out", prefiller=prefiller)
         text = (tmp_path / "out" / "report.svg").read_text()
         assert ElementTree.fromstring(text).tag.endswith("svg")
