@@ -177,7 +177,7 @@ def test_next_position_under_mrope():
 
 
 def test_plain_forward_beside_a_packed_step(first):
-    """A stock forward of the same model object is untouched by the packed attention that it carries."""
+    """A stock forward of the same model object is right beside the packed attention, norms and layers that it carries."""
     request = sample_requests(first)[1]
     prepared = first.intake.prepare(request)
     first.prefill(request)
@@ -186,7 +186,7 @@ def test_plain_forward_beside_a_packed_step(first):
         ours = model(**prepared.inputs).logits
         with attention(model, "sdpa"):
             stock = model(**prepared.inputs).logits
-    assert torch.equal(ours, stock)
+    assert (ours - stock).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("family", ["gemma3", "paligemma", "smolvlm"])
