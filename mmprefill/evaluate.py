@@ -18,9 +18,9 @@ import torch
 
 from mmprefill.answers import is_right
 from mmprefill.errors import RequestError
-from mmprefill.pipeline.linear import unpacked
 from mmprefill.prefiller import Prefiller
 from mmprefill.types import Generation, Request
+from mmprefill.verify import attention
 
 BATCH = 32  # requests prefilled and decoded together
 _FIELDS = ("kind", "question", "answer")
@@ -41,7 +41,7 @@ class Tally:
     """One line of the table: questions of a kind, and how many each system got right.
 
     Attributes:
-        kind: the kind of question, "held-out pairs" or "all".
+        kind: the kind of question, "all", or "held-out pairs", which are in no other line.
         count: questions.
         right: right through our pipeline.
         plain: right through transformers; None if it was not asked.
@@ -103,11 +103,12 @@ def answers_alone(prefiller: Prefiller, questions: Seq[Question], new_tokens: in
 
 
 def plain_answers(prefiller: Prefiller, questions: Seq[Question], new_tokens: int) -> Iterator[Generation]:
-    """transformers' own `generate` on the same inputs, one request at a time."""
-    for question in questions:
-        prepared = prefiller.intake.prepare(question.request)
-        ids = prefiller.session.lane.call(_generate, prefiller.session.family.model, prepared.inputs, new_tokens)
-        yield Generation(ids, prefiller.session.text(ids))
+    """transformers' own `generate` on the stock model and the same inputs, one request at a time."""
+    with attention(prefiller.session.family.model, "sdpa"):
+        for question in questions:
+            prepared = prefiller.intake.prepare(question.request)
+            ids = prefiller.session.lane.call(_generate, prefiller.session.family.model, prepared.inputs, new_tokens)
+            yield Generation(ids, prefiller.session.text(ids))
 
 
 def _generate(model: Any, inputs: dict[str, torch.Tensor], new_tokens: int) -> tuple[int, ...]:
@@ -115,20 +116,21 @@ def _generate(model: Any, inputs: dict[str, torch.Tensor], new_tokens: int) -> t
     placed = {
         k: v.to(model.device, dtype if v.is_floating_point() else None) for k, v in inputs.items() if k != "labels"
     }
-    with unpacked(model):
-        sequences = model.generate(**placed, do_sample=False, max_new_tokens=new_tokens)
+    sequences = model.generate(**placed, do_sample=False, max_new_tokens=new_tokens)
     return tuple(sequences[0, inputs["input_ids"].shape[1] :].tolist())
 
 
 def tally(
     questions: Seq[Question], ours: Seq[Generation], plain: Seq[Generation] | None = None
 ) -> tuple[list[Tally], list[Difference]]:
-    """The table, kinds in alphabetical order, then held-out pairs, then all; and the answers that differ."""
+    """The table, kinds in alphabetical order, then all of them, then held-out pairs apart; and the answers that differ."""
     indices = range(len(questions))
-    groups = {kind: [i for i in indices if questions[i].kind == kind] for kind in sorted({q.kind for q in questions})}
-    held_out = [i for i in indices if questions[i].held_out]
+    seen, held_out = ([i for i in indices if questions[i].held_out == apart] for apart in (False, True))
+    groups = {
+        kind: [i for i in seen if questions[i].kind == kind] for kind in sorted({questions[i].kind for i in seen})
+    }
+    groups |= {"all": seen} if seen else {}
     groups |= {"held-out pairs": held_out} if held_out else {}
-    groups["all"] = list(indices)
     rows = [_tally(kind, chosen, questions, ours, plain) for kind, chosen in groups.items()]
     different = [i for i in indices if plain is not None and ours[i].token_ids != plain[i].token_ids]
     return rows, [Difference(questions[i].request.id, ours[i].text, plain[i].text) for i in different if plain]

@@ -22,6 +22,7 @@ from transformers import DynamicCache
 from mmprefill.config import PrefillConfig
 from mmprefill.errors import RequestError
 from mmprefill.models import ModelBundle
+from mmprefill.pipeline import norm
 from mmprefill.pipeline.linear import unpacked
 from mmprefill.prefiller import Prefiller
 from mmprefill.results import PrefillResult, unwrap
@@ -318,7 +319,7 @@ def _same_beginning(request: Request) -> Request:
 
 @contextmanager
 def attention(model: Any, implementation: str) -> Iterator[None]:
-    """Within the block the model is stock: its attention, its linear layers. Nothing else may run on it meanwhile."""
+    """Within the block the model is stock: its attention, linear layers and norms. Nothing else may run on it meanwhile."""
     configs = {
         id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
     }
@@ -327,7 +328,7 @@ def attention(model: Any, implementation: str) -> Iterator[None]:
     try:
         for config in configs.values():
             config._attn_implementation = wanted
-        with unpacked(model):
+        with unpacked(model), norm.undone(model):
             yield
     finally:
         for key, config in configs.items():

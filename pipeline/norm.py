@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,17 @@ def undo(model: nn.Module) -> int:
     for module in found:
         del module.forward
     return len(found)
+
+
+@contextmanager
+def undone(model: nn.Module) -> Iterator[None]:
+    """Within the block the norms are as they were loaded."""
+    found = undo(model)
+    try:
+        yield
+    finally:
+        if found:
+            fuse(model)
 
 
 def _norms(model: nn.Module) -> Iterator[tuple[nn.Module, float, bool]]:
