@@ -136,10 +136,11 @@ def _set(layer: nn.Linear, kind: type[nn.Linear], weight: Tensor) -> None:
 
 
 def _mapped_files() -> list[tuple[int, int]]:
-    """Address ranges of checkpoints that are mapped into memory, as transformers loads them on Linux."""
+    """Address ranges of files that are mapped into memory, as transformers loads checkpoints on Linux. Of whatever name:
+    in the hub's cache a checkpoint is a link to a file that is called by its digest."""
     with suppress(OSError):
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        ranges = [line.split()[0].split("-") for line in lines if line.endswith(".safetensors")]
+        lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+        ranges = [fields[0].split("-") for fields in lines if fields[4] != "0"]  # the inode
         return [(int(start, 16), int(end, 16)) for start, end in ranges]
     return []
 

@@ -1,10 +1,12 @@
 """Packed linear layers compute what the stock ones do, and leave alone what they are not made for."""
 
 import copy
+from pathlib import Path
 
 import checkpoints
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_parity import EVERY, FRESH, plain, prepared_requests
 from torch import nn
 
@@ -153,3 +155,32 @@ def test_weights_have_one_digest_and_can_be_saved(tmp_path):
             bundle.model.save_pretrained(tmp_path)
             bundle.processor.save_pretrained(tmp_path)
         assert load(tmp_path, device="cpu").fingerprint == fresh.fingerprint
+
+
+def resident(name):
+    """Bytes of a file that this process keeps in memory."""
+    found, within = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            within = line.endswith(name)
+        elif within and line.startswith("Rss:"):
+            found += int(line.split()[1]) * 1024
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells what is resident")
+def test_packed_weights_are_in_memory_once(tmp_path):
+    """Also from the hub's cache, where the checkpoint is a link to a file without an ending."""
+    blob, link = tmp_path / "blobs" / ("5" * 64), tmp_path / "snapshots" / "model.safetensors"
+    for path in (blob, link):
+        path.parent.mkdir()
+    save_file({"weight": torch.ones(1024, 1024), "other": torch.ones(8)}, blob)
+    link.symlink_to(blob)
+    tensors = load_file(link)
+    layer = nn.Linear(1024, 1024, bias=False)
+    layer.load_state_dict({"weight": tensors.pop("weight")}, assign=True)
+    layer.weight.sum()
+    if resident(blob.name) < 2**22:
+        pytest.skip("this safetensors does not map files")
+    assert linear.pack(frozen(layer)) == 1
+    assert resident(blob.name) < 2**16, tensors
