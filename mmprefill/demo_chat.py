@@ -101,6 +101,8 @@ class Chat:
         self.limits.check(text, len(files), sum(len(turn.uploads) for turn in self.turns))
         if files and self._resumed:
             raise Refused("A conversation that goes on from a KV file takes text only: begin a new one for pictures.")
+        if self._resumed:
+            self._held()
         self.turns.append(Turn("user", text))
         async with aclosing(self._watched(self._ask(files, settings))) as changes:
             async for _ in changes:
@@ -128,7 +130,14 @@ class Chat:
         """
         if self.result is None:
             raise Refused("There is no KV cache yet: ask something first.")
-        return await asyncio.to_thread(self.result.save, self.folder / f"{self.result.id}.kv.safetensors")
+        name = f"chat-{self._name[:6]}-{self._asked}.kv.safetensors"  # never the result's id: an upload chose that one
+        return await asyncio.to_thread(self.result.save, self.folder / name)
+
+    def _held(self) -> PrefillResult:
+        """The KV that an uploaded file brought; `release` lets go of it."""
+        if self.result is None:
+            raise Refused("The KV file of this conversation is no longer held: upload the file again.")
+        return self.result
 
     async def _watched(self, work: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]:
         """Run the work as a task that `stop` can cancel; if the page goes away that cancels it too."""
@@ -150,7 +159,7 @@ class Chat:
             await work
         except asyncio.CancelledError:
             self._ended(STOPPED, "note")
-        except (MMPrefillError, ValueError) as error:
+        except (MMPrefillError, ValueError, Refused) as error:
             self._ended(friendly(error), "problem")
         except Exception:
             log.exception("the demo failed on a question")
@@ -174,8 +183,7 @@ class Chat:
         self._asked += 1
         id = f"chat-{self._name[:6]}-{self._asked}"
         if self._resumed:
-            assert self.result is not None
-            result = await demo_resume.appended(self.engine, self.result, self._answered, question.text, id)
+            result = await demo_resume.appended(self.engine, self._held(), self._answered, question.text, id)
         else:
             result = await self._prefilled(id, settings)
         await self._answer(result, settings)
@@ -212,7 +220,7 @@ class Chat:
 
     async def _resume(self, file: Path, settings: Settings) -> None:
         result = await demo_resume.resumed(self.engine, file)
-        self._resumed = True
+        self._resumed, self.result = True, result  # together: a stop may come before its answer
         self.turns.append(Turn("assistant", demo_resume.described(result), kind="note"))
         self.report = Report(settings.chunk_tokens, settings.reuse)
         await self._answer(result, settings)

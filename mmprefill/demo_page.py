@@ -178,8 +178,8 @@ class _Events:
         """A question from the box."""
         chat = self._chats.of(request.session_hash)
         files = [Path(file) for file in (box or {}).get("files", [])]
-        asking = self._asked(chat, (box or {}).get("text", ""), files, _settings(chunk, reuse, tokens))
-        async with aclosing(self._shown(chat, asking)) as updates:
+        asking = chat.ask((box or {}).get("text", ""), files, _settings(chunk, reuse, tokens))
+        async with aclosing(self._shown(chat, self._with_room(asking))) as updates:
             async for update in updates:
                 yield update
 
@@ -190,8 +190,8 @@ class _Events:
             chat, example = self._chats.of(request.session_hash), questions()[number]
             await chat.clear()
             files = [EXAMPLES / name for name in example["pictures"]]
-            asking = self._asked(chat, example["question"], files, _settings(chunk, reuse, tokens))
-            async with aclosing(self._shown(chat, asking)) as updates:
+            asking = chat.ask(example["question"], files, _settings(chunk, reuse, tokens))
+            async with aclosing(self._shown(chat, self._with_room(asking))) as updates:
                 async for update in updates:
                     yield update
 
@@ -203,7 +203,7 @@ class _Events:
         """An uploaded KV file."""
         chat = self._chats.of(request.session_hash)
         going = chat.go_on_from(Path(file), _settings(chunk, reuse, tokens))
-        async with aclosing(self._shown(chat, going)) as updates:
+        async with aclosing(self._shown(chat, self._with_room(going))) as updates:
             async for update in updates:
                 yield update
 
@@ -228,9 +228,10 @@ class _Events:
         """The page was closed."""
         self._chats.release(request.session_hash)
 
-    async def _asked(self, chat: Chat, text: str, files: list[Path], settings: Settings) -> AsyncGenerator[None, None]:
-        self._chats.check_room()
-        async with aclosing(chat.ask(text, files, settings)) as changes:
+    async def _with_room(self, work: AsyncGenerator[None, None]) -> AsyncGenerator[None, None]:
+        """Begin only if the server is not full; refused in here, so that the page shows why."""
+        async with aclosing(work) as changes:
+            self._chats.check_room()
             async for _ in changes:
                 yield
 

@@ -1,14 +1,18 @@
 """The demo without a browser: limits, sessions, uploads, and what is said where its extra is missing."""
 
+import asyncio
 import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
 
 import checkpoints
 import pytest
 from PIL import Image
 
+from mmprefill import demo_resume
 from mmprefill.cli import main
-from mmprefill.demo_chat import friendly
-from mmprefill.demo_limits import Limits, Refused, Upload
+from mmprefill.demo_chat import Chat, friendly
+from mmprefill.demo_limits import Limits, Refused, Settings, Upload
 from mmprefill.demo_sessions import Chats
 from mmprefill.errors import MediaError, MediaLimitError
 from mmprefill.trace import Trace
@@ -92,3 +96,86 @@ def test_messages_for_people():
     """Without the request's made-up name, and beginning as sentences do."""
     assert friendly(MediaError("request 'chat-1': picture 2 is broken")) == "Picture 2 is broken"
     assert friendly(ValueError("too long")) == "Too long"
+
+
+def test_a_download_is_not_named_by_an_upload(chats, tmp_path):
+    """The id of a resumed result was written by whoever made the file; it is no part of a path."""
+    chat = chats().of("one")
+    for id in ("../../victim", str(tmp_path / "victim"), "a" * 300, "a\0b"):
+        chat.result = SimpleNamespace(id=id, save=lambda path: Path(path))
+        assert asyncio.run(chat.saved()).resolve().parent == chat.folder.resolve()
+        assert asyncio.run(chat.saved()).name.startswith("chat-")
+
+
+@pytest.fixture
+def continued(chats, monkeypatch):
+    """A chat that goes on from a KV file, stopped before its answer began; also what was appended to."""
+    result, to = SimpleNamespace(id="theirs"), []
+
+    async def resumed(engine, file):
+        return result
+
+    async def appended(engine, before, *rest):
+        to.append(before)
+        return before
+
+    async def stopped(self, *rest):
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(demo_resume, "resumed", resumed)
+    monkeypatch.setattr(demo_resume, "appended", appended)
+    monkeypatch.setattr(demo_resume, "described", lambda result: "what it holds")
+    monkeypatch.setattr(Chat, "_answer", stopped)
+
+    async def begun():
+        chat = chats().of("one")
+        await drained(chat.go_on_from(Path("a.safetensors"), SETTINGS))
+        return chat, result, to
+
+    return begun
+
+
+SETTINGS = Settings(chunk_tokens=None, reuse=True, new_tokens=4)
+
+
+async def drained(changes):
+    return [each async for each in changes]
+
+
+def test_a_continued_chat_goes_on_after_a_stop(continued):
+    """The file's KV is held from the moment that it is read, answered or not."""
+
+    async def asking():
+        chat, result, to = await continued()
+        await drained(chat.ask("and now?", [], SETTINGS))
+        assert to == [result]
+
+    asyncio.run(asking())
+
+
+def test_a_continued_chat_without_its_kv_says_what_to_do(continued):
+    """A page that was closed let go of it: nothing is begun, and the file is asked for again."""
+
+    async def asking():
+        chat, _, to = await continued()
+        chat.release()
+        turns = list(chat.turns)
+        with pytest.raises(Refused, match="upload the file again"):
+            await drained(chat.ask("and now?", [], SETTINGS))
+        assert (chat.turns, to) == (turns, [])
+
+    asyncio.run(asking())
+
+
+def test_a_full_server_resumes_nothing(chats, monkeypatch):
+    """An uploaded file waits its turn as a question does."""
+    gradio = pytest.importorskip("gradio")
+    from mmprefill.demo_page import _Events
+
+    said = []
+    monkeypatch.setattr(gradio, "Warning", lambda text, **_: said.append(text))
+    sessions = chats(waiting=0)
+    user = SimpleNamespace(session_hash="one")
+    asyncio.run(drained(_Events(sessions).resume("a.safetensors", 0, True, 16, user)))
+    assert said and "waiting already" in said[0]
+    assert sessions.of("one").turns == []
