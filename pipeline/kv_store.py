@@ -10,6 +10,7 @@ not there at all; every tensor is compared with its checksum whenever it is read
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +24,7 @@ from torch import Tensor
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
 from mmprefill.errors import ArtefactError, UnsupportedModelError
-from mmprefill.pipeline import decode
+from mmprefill.pipeline import decode, kv_fit
 from mmprefill.pipeline.kv_cache import SequenceKV, hand_over
 from mmprefill.pipeline.kv_file import INDEX, KEY, MARK, MOST_HEADER, check_target, entry_of, on_host, write
 from mmprefill.pipeline.kv_read import Artefact, copied, load
@@ -221,7 +222,8 @@ def resume(session: Session, source: str | Path | Artefact) -> dict[str, Any]:
     """An artefact as the fields of a `PrefillResult` in a running engine (all but `session`), nothing recomputed.
 
     Raises:
-        ArtefactError: if it is damaged, or was made by another model, config, dtype or processor; says what differs.
+        ArtefactError: if it is damaged, or was made by another model, config, dtype or processor, or holds what this
+            model cannot have made (dtypes, heads, widths, vocabulary, length); says what differs.
     """
     artefact = source if isinstance(source, Artefact) else load(source)
     identity = identity_of(session)
@@ -233,6 +235,7 @@ def resume(session: Session, source: str | Path | Artefact) -> dict[str, Any]:
 
 def _resumed(session: Session, artefact: Artefact) -> dict[str, Any]:
     started = time.perf_counter()
+    _check_fit(session, artefact)
     manifest, device, packed = artefact.manifest, session.family.device, session.route.packed
     return {
         "id": manifest.id,
@@ -248,6 +251,22 @@ def _resumed(session: Session, artefact: Artefact) -> dict[str, Any]:
         "route": "packed" if packed else "generic",
         "attention": manifest.attention,
     }
+
+
+def _check_fit(session: Session, artefact: Artefact) -> None:
+    """The manifest claims its model; shapes and dtypes are compared with those that this model makes."""
+    forms = kv_fit.remembered(session.family)
+    if forms is None:
+        cache, logits = kv_fit.one_token(session.family, session.route.plan)
+        layers = identity_of(session).layers
+        states = (
+            (i, _states_of(layer, kind)) for i, (layer, kind) in enumerate(zip(cache.layers, layers, strict=True))
+        )
+        own = {f"layers.{i}.{name}": state for i, named in states for name, state in named.items()}
+        forms = kv_fit.remember(session.family, {"next_token_logits": logits, **own})
+    found = list(itertools.islice(kv_fit.differences(artefact.manifest, forms, session.bundle.context), 3))
+    if found:
+        raise ArtefactError(f"{artefact.place} does not fit this model: {'; '.join(found)}")
 
 
 def _sequence(artefact: Artefact, device: torch.device) -> SequenceKV:

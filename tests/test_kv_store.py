@@ -509,6 +509,72 @@ def test_a_wrong_next_position_is_refused(engine, saved):
         engine("smolvlm").resume(saved)
 
 
+def resaved(path, change):
+    """The file with other tensors, every shape, checksum and hash of them right."""
+    header, _ = split(path)
+    tensors = safetensors.torch.load_file(path)
+    change(tensors)
+    fields = json.loads(header["__metadata__"]["mmprefill"])
+    del fields["checksum"]
+    entries = {name: dataclasses.asdict(kv_store.entry_of(t)) for name, t in tensors.items()}
+    fields = json.loads(json.dumps({**fields, "tensors": entries}))
+    text = json.dumps({**fields, "checksum": manifest.digest(fields)})
+    path.unlink()
+    safetensors.torch.save_file(tensors, path, metadata={"mmprefill": text})
+
+
+def swapped(name, to):
+    """A change of one tensor."""
+
+    def change(tensors):
+        tensors[name] = to(tensors[name]).contiguous()
+
+    return change
+
+
+def both(change):
+    """A change of a layer's keys and values."""
+
+    def changed(tensors):
+        for name in ("layers.1.keys", "layers.1.values"):
+            tensors[name] = change(tensors[name]).contiguous()
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "words"),
+    [
+        ("smolvlm", both(torch.Tensor.bfloat16), r"layers\.1\.keys BF16 .*\(here F32 "),
+        ("smolvlm", swapped("layers.0.values", torch.Tensor.double), r"layers\.0\.values F64 .*\(here F32 "),
+        ("smolvlm", both(lambda t: t[..., :-2]), r"layers\.1\.keys F32 .*\(here F32 "),
+        ("smolvlm", swapped("layers.0.values", lambda t: t[..., :1]), r"layers\.0\.values F32 \d+x\*x1 "),
+        ("smolvlm", both(lambda t: t.repeat(7, 1, 1)), r"layers\.1\.keys F32 .*\(here F32 "),
+        ("smolvlm", swapped("next_token_logits", lambda t: t[:-1]), "next_token_logits F32 "),
+        ("kimi_k25", swapped("layers.1.keys", lambda t: t[..., :-1]), r"layers\.1\.keys F32 "),
+        ("gemma3", both(lambda t: t.repeat(2, 1, 1)), r"layers\.1\.keys F32 "),
+        ("qwen3_5", swapped("layers.0.recurrent_states.0", lambda t: t[..., :1]), r"layers\.0\.recurrent_states\.0 "),
+        ("qwen3_5", lambda tensors: tensors.pop("layers.0.conv_states.0"), "conv_states.0 missing"),
+    ],
+)
+def test_states_of_another_form_are_refused(family, change, words, engine, result, tmp_path):
+    """A manifest that claims this model does not make its tensors this model's: no kernel may ever read past them."""
+    path = result(family).save(tmp_path / "a")
+    resaved(path, lambda tensors: None)
+    engine(family).resume(path)
+    resaved(path, change)
+    mmprefill.load(path)
+    with pytest.raises(ArtefactError, match=words):
+        engine(family).resume(path)
+
+
+def test_a_prompt_beyond_the_context_is_refused(engine, saved, monkeypatch):
+    """Nothing is allocated for it."""
+    monkeypatch.setattr(type(engine("smolvlm").session.bundle), "context", 3)
+    with pytest.raises(ArtefactError, match=r"\d+ tokens \(the model takes 3\)"):
+        engine("smolvlm").resume(saved)
+
+
 def test_a_file_cut_short_while_open_is_an_error(saved):
     """A memory map of it would kill the process."""
     artefact = mmprefill.load(saved)
