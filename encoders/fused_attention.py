@@ -35,8 +35,12 @@ class Rows:
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether there is a kernel for such tensors [..., n, W] on this machine."""
+    """Whether there is a kernel for such tensors [..., H or G, n, W] on this machine."""
     if query.device.type != "cpu" or not query.dtype == key.dtype == value.dtype:
+        return False
+    if query.shape[-1] != key.shape[-1] or key.shape[-3:-1] != value.shape[-3:-1] or not key.shape[-3]:
+        return False
+    if query.shape[-3] % key.shape[-3]:
         return False
     even = query.dtype == torch.float32 or not any(
         part % 2 for part in (query.shape[-1], query.stride(-2), query.stride(-3))

@@ -166,11 +166,15 @@ def ragged_attention(
     window, chunk = step.limits(layer)
     window = sliding_window or window
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
-    plain = softcap is None and s_aux is None and fused_attention.serves(query, key, value)
+    plain = softcap is None and s_aux is None
     fused = []
     for segment, (keys, values) in zip(step.segments(layer), step.context(layer, key, value), strict=True):
         rows = slice(segment.start, segment.start + segment.rows)
-        if plain and _fusable(segment, query.shape[1] // keys.shape[1], chunk):
+        if (
+            plain
+            and _belongs(segment, query, (key, value), (keys, values))
+            and _fusable(segment, query.shape[1] // keys.shape[1], chunk)
+        ):
             fused.append(Rows(query[0, :, rows], keys[0], values[0], out[0, rows].transpose(0, 1), segment.done))
             continue
         kind = (segment, window, chunk)
@@ -182,6 +186,12 @@ def ragged_attention(
     if fused:
         fused_attention.attend(fused, scaling, causal=True, window=window)
     return out
+
+
+def _belongs(segment: Segment, query: Tensor, fresh: tuple[Tensor, Tensor], read: tuple[Tensor, Tensor]) -> bool:
+    """Whether the kernel serves what is read: stored rows need not be like this step's, and a kernel checks nothing."""
+    alike = all(a.shape[1] == b.shape[1] and a.shape[3] == b.shape[3] for a, b in zip(fresh, read, strict=True))
+    return alike and read[0].shape[2] == segment.done + segment.rows and fused_attention.serves(query, *read)
 
 
 def _fusable(segment: Segment, shared: int, chunk: int | None) -> bool:

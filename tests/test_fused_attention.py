@@ -1,12 +1,16 @@
 """The fused kernel equals exact attention for every shape it says it serves, and its absence changes nothing else."""
 
+import contextlib
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mmprefill.encoders import fused_attention, kernels
 from mmprefill.encoders.fused_attention import Rows
+from mmprefill.pipeline import attention
+from mmprefill.pipeline.kv_cache import LayerPlan, Piece, SequenceKV, StepCache
 
 SHAPES = [(9, 3, 64, 64), (2, 1, 72, 80), (2, 2, 24, 16), (2, 1, 256, 256)]  # heads, groups, width, width of values
 PARTS = [(1, 0), (7, 0), (50, 0), (600, 0), (33, 500), (5, 260)]  # rows, tokens before them
@@ -73,6 +77,34 @@ def test_what_it_does_not_serve():
     assert not fused_attention.serves(*(torch.randn(2, 4, 16, dtype=torch.float64) for _ in range(3)))
     assert not fused_attention.serves(*(torch.randn(2, 4, 15).bfloat16() for _ in range(3)))
     assert not fused_attention.serves(*(torch.randn(2, 4, 16)[..., ::2] for _ in range(3)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [((2, 4, 8), (2, 4, 16)), ((3, 4, 16), (3, 4, 16)), ((0, 4, 16), (0, 4, 16)), ((2, 4, 16), (1, 4, 16)),
+     ((2, 4, 16), (2, 3, 16))],
+)  # fmt: skip
+def test_shapes_that_do_not_belong_together(key, value):
+    """Widths, head counts or rows that disagree: the kernel would read past the end."""
+    assert not fused_attention.serves(torch.randn(4, 4, 16), torch.randn(key), torch.randn(value))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda t: t.bfloat16(), lambda t: t[..., :8], lambda t: t[:, :1], lambda t: t[:, :, :20], lambda t: t[:, :0]],
+    ids=["dtype", "width", "heads", "rows", "no heads"],
+)
+def test_stored_keys_that_differ_never_reach_the_kernel(other, monkeypatch):
+    """This step's keys are as they should be, those stored before it are not: an error or plain attention, no kernel."""
+    keys, values = (other(torch.randn(1, 2, 40, 16)).contiguous() for _ in range(2))
+    kv = SequenceKV(40, 24, layers={0: (keys, values)})
+    step = StepCache([Piece(0, 16, kv)], LayerPlan(("full_attention",), direct=True))
+    called = []
+    monkeypatch.setattr(fused_attention, "attend", lambda *a, **b: called.append(a))
+    query, key, value = torch.randn(1, 4, 16, 16), torch.randn(1, 2, 16, 16), torch.randn(1, 2, 16, 16)
+    with contextlib.suppress(RuntimeError, ZeroDivisionError):
+        attention.ragged_attention(step, SimpleNamespace(layer_idx=0), query, key, value)
+    assert not called
 
 
 def test_without_a_compiler_there_is_no_kernel(monkeypatch, tmp_path):
