@@ -188,10 +188,12 @@ class _Fused:
     def __init__(self, mlp: nn.Module, names: Seq[str], activation: Activation) -> None:
         self.mlp, self.names, self.activation = mlp, names, activation
 
-    def __call__(self, input: Tensor) -> Any:
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
         first, *up, last = _layers(self.mlp, self.names)
-        if any(type(layer) is not PackedLinear or _hooked(layer) for layer in (first, *up)):
-            return type(self.mlp).forward(self.mlp, input)
+        changed = any(type(layer) is not PackedLinear or _hooked(layer) for layer in (first, *up))
+        if changed or len(inputs) != 1 or named:
+            return type(self.mlp).forward(self.mlp, *inputs, **named)
+        (input,) = inputs
         hidden = multiply(first, input, self.activation)
         for layer in up:
             hidden = _multiply_by(layer, input, hidden)

@@ -10,6 +10,7 @@ import copy
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +24,25 @@ class FusedNorm:
     def __init__(self, module: nn.Module, eps: float, offset: bool) -> None:
         self.module, self.eps, self.offset = module, eps, offset
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., D]; what is not contiguous, of another dtype or needs gradients takes the stock way."""
+    def __call__(self, *inputs: Tensor | None, **named: Any) -> Tensor:
+        """[..., D] -> [..., D]; what is not contiguous, of another dtype, needs gradients or comes with more than the one
+        input (the gate of a gated norm) takes the stock way."""
         weight: Tensor = self.module.weight  # type: ignore[assignment]
         function = kernels.function("normalise", weight.dtype)
-        alike = hidden.dtype == weight.dtype and hidden.device == weight.device and hidden.is_contiguous()
-        if function is None or not alike or (hidden.requires_grad and torch.is_grad_enabled()):
-            made: Tensor = type(self.module).forward(self.module, hidden)
+        hidden = inputs[0] if len(inputs) == 1 and not named else None
+        if function is None or hidden is None or not _served(hidden, weight):
+            made: Tensor = type(self.module).forward(self.module, *inputs, **named)
             return made
         out, width = torch.empty_like(hidden), weight.shape[0]
         pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (hidden, weight, out))
         sizes = ctypes.c_int64(hidden.numel() // width), ctypes.c_int64(width)
         function(*pointers, *sizes, ctypes.c_float(self.eps), int(self.offset), torch.get_num_threads())
         return out
+
+
+def _served(hidden: Tensor, weight: Tensor) -> bool:
+    alike = hidden.dtype == weight.dtype and hidden.device == weight.device and hidden.is_contiguous()
+    return alike and not (hidden.requires_grad and torch.is_grad_enabled())
 
 
 def fuse(model: nn.Module) -> int:

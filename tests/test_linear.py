@@ -69,6 +69,14 @@ def test_an_mlp_is_fused_and_equal(activation, gated, dtype):
     assert error <= 1.1 * (wanted.double() - exact(x.double())).abs().max() + (1e-6 if dtype == torch.float32 else 0.01)
 
 
+def test_a_fused_mlp_takes_its_input_by_name():
+    mlp, x = frozen(Mlp(nn.SiLU(), True)), torch.randn(3, 24)
+    wanted = mlp(x)
+    assert linear.pack(mlp) == 3
+    assert "forward" in vars(mlp)
+    assert torch.allclose(mlp(x=x), wanted, atol=1e-6)
+
+
 def test_what_only_looks_like_an_mlp_is_not_fused():
     for mlp in (frozen(Unlike(nn.GELU(), True)), frozen(Mlp(nn.Hardswish(), False))):
         x = torch.randn(3, 24)

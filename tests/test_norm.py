@@ -15,6 +15,12 @@ class Unlike(LlamaRMSNorm):
         return super().forward(hidden_states) * 1.01
 
 
+class Gated(LlamaRMSNorm):
+    def forward(self, hidden_states, gate=None):
+        gated = hidden_states if gate is None else hidden_states * nn.functional.silu(gate)
+        return super().forward(gated)
+
+
 def frozen(kind, width, dtype):
     module = kind(width).eval().requires_grad_(False).to(dtype)
     module.weight.add_(torch.randn(width, generator=torch.Generator().manual_seed(1)).to(dtype) * 0.2)
@@ -48,3 +54,17 @@ def test_what_is_left_alone():
         nn.LayerNorm(8).eval().requires_grad_(False),
     ):
         assert norm.fuse(module) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_more_than_one_input_takes_the_stock_way(dtype):
+    """A gated norm without its gate is an RMS norm, with it another thing; inputs may come by name."""
+    if kernels.function("normalise", dtype) is None:
+        pytest.skip("no kernel for this dtype on this machine")
+    module, (x, gate) = frozen(Gated, 64, dtype), torch.randn(2, 5, 64).to(dtype)
+    plain, gated = module(x), module(x, gate)
+    assert norm.fuse(module) == 1
+    assert torch.equal(module(x, gate), gated)
+    assert torch.equal(module(x, gate=gate), gated)
+    assert torch.equal(module(hidden_states=x), plain)
+    assert torch.allclose(module(x), plain, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5)
