@@ -215,11 +215,18 @@ def _fuse(mlp: nn.Module, packable: Collection[nn.Module], fusable: dict[Any, bo
     activation = _known(others[0])
     if activation is None:
         return
-    kind = type(mlp), tuple(names), activation
+    kind = type(mlp), tuple(names), activation, _own(mlp)
     if kind not in fusable:
         fusable[kind] = _same(mlp, names, activation)
     if fusable[kind]:
         mlp.forward = _Fused(mlp, names, activation)
+
+
+def _own(mlp: nn.Module) -> tuple[Any, ...]:
+    """What a module's forward may depend on beside its layers: one class may be sparse in some places, dense in others."""
+    plain = ((name, value) for name, value in vars(mlp).items() if isinstance(value, (bool, int, float, str)))
+    tensors = *mlp.parameters(recurse=False), *mlp.buffers(recurse=False)
+    return (*sorted(plain), *map(id, tensors))
 
 
 # What a module of another kind says to the probe.

@@ -86,6 +86,25 @@ def test_what_only_looks_like_an_mlp_is_not_fused():
         assert torch.allclose(mlp(x), wanted, atol=1e-6)
 
 
+class Sparse(Mlp):
+    """As Gemma 3n's: one class, sparse or not by an attribute."""
+
+    def __init__(self, sparsity):
+        super().__init__(nn.GELU(), True)
+        self.sparsity = sparsity
+
+    def forward(self, x):
+        return super().forward(x) * (1 - self.sparsity)
+
+
+def test_mlps_of_one_class_are_told_apart_by_their_attributes():
+    model, x = frozen(nn.ModuleList([Sparse(0.0), Sparse(0.95)])), torch.randn(3, 24)
+    wanted = [mlp(x) for mlp in model]
+    assert linear.pack(model) == 6
+    assert ["forward" in vars(mlp) for mlp in model] == [True, False]
+    assert all(torch.allclose(mlp(x), w, atol=1e-6) for mlp, w in zip(model, wanted, strict=True))
+
+
 def test_what_is_left_alone():
     """Shared, trainable, training, hooked, adapted, small."""
 
