@@ -1,25 +1,30 @@
 """The compiled kernels of `kernels.cpp`: built on first use, kept under the user's cache, called through ctypes.
 
 Without a compiler, on another processor, or where anything goes wrong while compiling, there are none, and callers take
-what torch has. MMPREFILL_KERNELS=0 in the environment does the same; any other value of it is the folder to keep them in.
+what torch has; the log says why. MMPREFILL_KERNELS=0 in the environment does the same; any other value of it is the
+folder to keep them in.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence as Seq
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mmprefill.files import cache_folder, sync_folder
+
+log = logging.getLogger("mmprefill")
 SOURCE = Path(__file__).with_name("kernels.cpp")
 _FLAGS = (
     "-std=c++17",
@@ -53,27 +58,61 @@ def _pairs() -> bool:
 @cache
 def _library() -> ctypes.CDLL | None:
     if os.environ.get("MMPREFILL_KERNELS") == "0" or "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        log.info("no compiled kernels: switched off, or a processor without AVX-512")
         return None
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-    if compiler is None:
+    try:
+        return _loaded(_compiler(), [*_FLAGS, *(["-mavx512bf16"] if _pairs() else [])])
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        detail = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()[-500:]
+        log.warning("no compiled kernels, torch's own are slower: %s %s", error, detail)
         return None
-    with suppress(OSError, subprocess.SubprocessError):
-        return ctypes.CDLL(str(_compiled(compiler, [*_FLAGS, *(["-mavx512bf16"] if _pairs() else [])])))
-    return None
 
 
-def _compiled(compiler: str, flags: Seq[str]) -> Path:
+def _compiler() -> list[str]:
+    """The command, of several words perhaps (CXX="ccache g++")."""
+    found = shlex.split(os.environ.get("CXX", ""))
+    found = found or [path for path in map(shutil.which, ("g++", "c++", "clang++")) if path][:1]
+    if not found:
+        raise FileNotFoundError("no C++ compiler")
+    return found
+
+
+def _loaded(compiler: Seq[str], flags: Seq[str]) -> ctypes.CDLL:
     """The shared library, from the cache if this source was compiled before."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_TIMEOUT).stdout  # noqa: S603
-    key = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), version, " ".join(flags).encode()])).hexdigest()
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = Path(os.environ.get("MMPREFILL_KERNELS") or cache_home / "mmprefill")
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=_TIMEOUT).stdout  # noqa: S603
+    command = [*compiler, *flags]
+    key = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), version, " ".join(command).encode()])).hexdigest()
+    root = Path(os.environ.get("MMPREFILL_KERNELS") or cache_folder())
     library = root / f"kernels-{key[:24]}.so"
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not library.exists():
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root) as folder:  # two processes may compile at once: each renames its own
-            draft = Path(folder) / "kernels.so"
-            command = [compiler, *flags, "-shared", str(SOURCE), "-o", str(draft)]
-            subprocess.run(command, capture_output=True, check=True, timeout=_TIMEOUT)  # noqa: S603
-            draft.rename(library)
-    return library
+        _compile(command, library)
+    try:
+        return _opened(library)
+    except PermissionError:
+        raise
+    except OSError:  # damaged
+        library.unlink()
+        _compile(command, library)
+        return _opened(library)
+
+
+def _opened(library: Path) -> ctypes.CDLL:
+    """Code that others could have written is not run."""
+    for path in (library.parent, library):
+        status = path.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise PermissionError(f"{path} belongs to another user, or others may write to it")
+    return ctypes.CDLL(str(library))
+
+
+def _compile(command: Seq[str], library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # two may compile at once: each renames its own
+        draft = Path(folder) / "kernels.so"
+        whole = [*command, "-shared", str(SOURCE), "-o", str(draft)]
+        subprocess.run(whole, capture_output=True, check=True, timeout=_TIMEOUT)  # noqa: S603
+        draft.chmod(0o600)
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        draft.rename(library)
+    sync_folder(library.parent)

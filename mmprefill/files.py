@@ -31,3 +31,12 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def cache_folder() -> Path:
+    """The user's own cache: under XDG_CACHE_HOME, else ~/.cache. For a user without a home it is a place where nothing can
+    be kept, so that whoever writes there meets an OSError."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmprefill"
+    except RuntimeError:
+        return Path(os.devnull) / "mmprefill"

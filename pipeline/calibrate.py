@@ -27,6 +27,7 @@ from mmprefill.encoders import vision
 from mmprefill.encoders.families import Family
 from mmprefill.encoders.text import Intake
 from mmprefill.errors import RequestError
+from mmprefill.files import cache_folder
 from mmprefill.pipeline import generic, merge
 from mmprefill.pipeline.costs import Costs, Curve
 from mmprefill.pipeline.kv_cache import LayerPlan, SequenceKV, StepCache
@@ -124,9 +125,8 @@ def _cpu() -> str:
 
 def cache_path(key: Mapping[str, Any]) -> Path:
     """Where the costs for a key are kept: under XDG_CACHE_HOME, else ~/.cache."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=12).hexdigest()
-    return root / "mmprefill" / f"costs-{digest}.json"
+    return cache_folder() / f"costs-{digest}.json"
 
 
 def read(path: Path, key: Mapping[str, Any]) -> Costs | None:
@@ -142,7 +142,7 @@ def write(path: Path, key: Mapping[str, Any], costs: Costs) -> None:
     """Store costs in one move; a cache that cannot be written is no error."""
     draft = ""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # compiled kernels lie there too
         handle, draft = tempfile.mkstemp(dir=path.parent, prefix=".costs-")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump({"key": key, "costs": costs.as_dict()}, file)

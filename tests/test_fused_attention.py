@@ -2,6 +2,8 @@
 
 import contextlib
 import math
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 
 from mmprefill.encoders import fused_attention, kernels
 from mmprefill.encoders.fused_attention import Rows
-from mmprefill.pipeline import attention
+from mmprefill.pipeline import attention, calibrate
+from mmprefill.pipeline.costs import Costs, Curve
 from mmprefill.pipeline.kv_cache import LayerPlan, Piece, SequenceKV, StepCache
 
 SHAPES = [(9, 3, 64, 64), (2, 1, 72, 80), (2, 2, 24, 16), (2, 1, 256, 256)]  # heads, groups, width, width of values
@@ -107,10 +110,68 @@ def test_stored_keys_that_differ_never_reach_the_kernel(other, monkeypatch):
     assert not called
 
 
-def test_without_a_compiler_there_is_no_kernel(monkeypatch, tmp_path):
-    """No compiler, one that fails, one that is not there: silence."""
+def test_without_a_compiler_there_is_no_kernel(monkeypatch, tmp_path, caplog):
+    """No compiler, one that fails, one that is not there: a line in the log."""
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        pytest.skip("no kernels for this processor")
     monkeypatch.setenv("MMPREFILL_KERNELS", str(tmp_path))
     for compiler in ("/nonexistent", "false"):
         monkeypatch.setenv("CXX", compiler)
+        caplog.clear()
         assert kernels._library.__wrapped__() is None
+        assert [record.name for record in caplog.records] == ["mmprefill"]
     assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.fixture
+def one_compiled(monkeypatch, tmp_path):
+    """The path of a library just compiled, by a compiler of two words, of an empty source: quick."""
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability() or not shutil.which("g++"):
+        pytest.skip("no kernels on this machine")
+    source, folder = tmp_path / "kernels.cpp", tmp_path / "kept"
+    source.write_text("")
+    monkeypatch.setattr(kernels, "SOURCE", source)
+    monkeypatch.setenv("CXX", "env g++")
+    monkeypatch.setenv("MMPREFILL_KERNELS", str(folder))
+    assert kernels._library.__wrapped__() is not None
+    (library,) = folder.glob("*.so")
+    return library
+
+
+def test_a_damaged_library_is_compiled_again(one_compiled, monkeypatch, tmp_path):
+    folder = tmp_path / "another"  # what is loaded already is not read again
+    damaged = folder / one_compiled.name
+    folder.mkdir(mode=0o700)
+    damaged.write_bytes(bytes(64))
+    damaged.chmod(0o600)
+    monkeypatch.setenv("MMPREFILL_KERNELS", str(folder))
+    assert kernels._library.__wrapped__() is not None
+    assert damaged.stat().st_size > 64
+
+
+def test_a_library_that_others_could_have_written_is_not_loaded(one_compiled, monkeypatch, caplog):
+    for path in (one_compiled, one_compiled.parent):
+        mode = path.stat().st_mode
+        path.chmod(mode | 0o020)
+        assert kernels._library.__wrapped__() is None
+        path.chmod(mode)
+    assert "may write" in caplog.text
+    assert kernels._library.__wrapped__() is not None
+    monkeypatch.setattr(kernels.os, "getuid", lambda: one_compiled.stat().st_uid + 1)
+    assert kernels._library.__wrapped__() is None
+
+
+def test_a_user_without_a_home(monkeypatch):
+    """Nothing is kept, nothing fails."""
+
+    def nobody():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("MMPREFILL_KERNELS")
+    assert kernels._library.__wrapped__() is None
+    path = calibrate.cache_path({})
+    assert calibrate.read(path, {}) is None
+    calibrate.write(path, {}, Costs(Curve(((16, 0.1), (64, 0.2))), Curve(((100, 1.0), (200, 2.0)))))
+    assert not path.exists()
