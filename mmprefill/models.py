@@ -160,7 +160,9 @@ def _check_sizes(name: str, processor: Any) -> None:
 def _agree_on_rows(name: str, processor: Any, model: Any) -> None:
     """LLaVA's processors count a picture's rows by settings of the model's, which files from before 4.47 leave out."""
     strategy = getattr(model.config, "vision_feature_select_strategy", None)
-    if strategy is None or not hasattr(processor, "vision_feature_select_strategy"):
+    if strategy is None or not all(
+        hasattr(processor, name) for name in ("patch_size", "vision_feature_select_strategy")
+    ):
         return
     extra = sum(key.endswith(("class_embedding", "cls_token")) for key, _ in model.named_parameters())
     if processor.patch_size is None:
