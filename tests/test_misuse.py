@@ -136,7 +136,15 @@ def test_leaving_a_stream_cancels_the_rest(slow_steps):
     assert time.perf_counter() - started < 2
 
 
-def test_interrupting_cancels(slow_steps):
+@pytest.fixture
+def interruptible():
+    """What a shell starts in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_interrupting_cancels(slow_steps, interruptible):
     """Ctrl-C ends a long call at once; closing does not finish it first."""
     with open_prefiller(step_tokens=64) as prefiller:
         requests = [Request(prompt=f"{i} " * 30, reuse=False) for i in range(60)]
