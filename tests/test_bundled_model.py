@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from mmprefill import Prefiller, Request
 from mmprefill.answers import is_right, normalise, objects, overlap
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,6 +54,24 @@ def test_context_and_grouped_queries(loaded):
     assert config.max_position_embeddings >= 4096
     assert config.num_key_value_heads < config.num_attention_heads
     assert loaded[0].config.model_type == "perception_lm"
+
+
+def test_pictures_are_resized_as_ever():
+    """Values as torchvision's antialiased bicubic gives them, to half a level of 255: another backend differs (A24)."""
+    y, x = np.mgrid[0:90, 0:130]
+    picture = Image.fromarray(np.stack([x * 5 % 256, y * 7 % 256, (x + y) % 256], -1).astype(np.uint8))
+    with Prefiller.from_pretrained(MODEL) as prefiller:
+        prepared = prefiller.intake.prepare(Request(prompt="", images=[picture]))
+    pixels = prepared.inputs["pixel_values"].float()[0, 0]
+    wanted = {
+        (0, 0): (-1.0, -1.0, -1.0),
+        (20, 30): (0.373, -0.122, -0.6),
+        (55, 111): (0.043, -0.584, 0.357),
+        (111, 64): (-0.09, -0.129, 0.278),
+    }
+    for (row, column), colours in wanted.items():
+        assert pixels[:, row, column].tolist() == pytest.approx(colours, abs=0.004)
+    assert float(pixels.mean()) == pytest.approx(-0.11086, abs=1e-3)
 
 
 def test_heldout_split_is_small_and_covers_every_kind():
