@@ -4,7 +4,7 @@
 
 WORK keeps checkpoints: the same command resumes. Batch number i depends on the seed and i alone, so a resumed run sees
 what an unbroken one sees. The first steps teach the tower alone, patch by patch, what each patch shows (the scene is
-known); then conversations train everything, while one head of two layers is shown where to look. What exists for training
+known); then conversations train everything, while heads of three layers are shown where to look. What exists for training
 only is dropped on export. `make_scenes.py` and `mmprefill eval` tell how good the model is.
 """
 

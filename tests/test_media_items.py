@@ -72,6 +72,17 @@ def merged(family, pictures):
     return prepared, merge.merge(described, prepared, encoded(described, prepared))
 
 
+def each_is_as_alone(family, pictures, prepared, sequence):
+    """The rows of every picture of a request are those of the picture alone."""
+    for picture, item in zip(pictures, prepared.media, strict=True):
+        one, alone = merged(family, [picture])
+        inside, expected = (
+            torch.cat([s.embeds[0, start:end] for start, end in runs])
+            for s, runs in ((sequence, item.runs), (alone, one.media[0].runs))
+        )
+        assert (inside - expected).abs().max() < 1e-5
+
+
 # Spans and digests
 
 
@@ -130,13 +141,7 @@ def test_pictures_of_unlike_tiles_share_a_request_where_the_processor_cannot_sta
     with pytest.raises(ValueError, match="Unable"):
         checkpoints.inputs_for(processor, [*pictures, "x"])
     prepared, sequence = merged("perception_lm", pictures)
-    for picture, item in zip(pictures, prepared.media, strict=True):
-        one, alone = merged("perception_lm", [picture])
-        inside, expected = (
-            torch.cat([s.embeds[0, start:end] for start, end in runs])
-            for s, runs in ((sequence, item.runs), (alone, one.media[0].runs))
-        )
-        assert (inside - expected).abs().max() < 1e-5
+    each_is_as_alone("perception_lm", pictures, prepared, sequence)
     clips = intake.prepare(Request(prompt="x", videos=[FRAMES, FRAMES[:3]]))
     assert [rows(item.runs) for item in clips.media] == [16, 12]
 
@@ -317,13 +322,7 @@ def test_padding_between_pictures_of_other_sizes_reaches_no_row():
     """Pixtral's processor pads pictures to the largest of a request: the rows equal those of each alone (C10)."""
     pictures = [checkpoints.picture(0, (32, 48)), checkpoints.picture(1, (64, 16))]
     prepared, sequence = merged("mistral3", pictures)
-    for picture, item in zip(pictures, prepared.media, strict=True):
-        one, alone = merged("mistral3", [picture])
-        inside, expected = (
-            torch.cat([s.embeds[0, start:end] for start, end in runs])
-            for s, runs in ((sequence, item.runs), (alone, one.media[0].runs))
-        )
-        assert (inside - expected).abs().max() < 1e-5
+    each_is_as_alone("mistral3", pictures, prepared, sequence)
 
 
 @pytest.mark.parametrize("family", ["smolvlm", "internvl", "perception_lm", "aya_vision", "lfm2_vl", "minicpmv4_6"])

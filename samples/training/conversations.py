@@ -24,9 +24,6 @@ LOOKS = {"names": (1, 0), "first": (2, 0), "last": (2, 1), "shows": (3, 0)}
 COUNTED = ("yes", "no", "first", "second", "same", "both", *"0123456")
 
 
-Pointers = list[tuple[str, int, tuple]]  # "named" or "shown", the token's place, the things it is about
-
-
 @dataclass
 class Row:
     """A conversation so far."""

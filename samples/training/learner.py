@@ -1,4 +1,4 @@
-"""The model as it is while it learns: heads on the tower, and two attention heads that are shown where to look."""
+"""The model as it is while it learns: heads on the tower, and attention heads that are shown where to look."""
 
 from collections.abc import Iterable
 from functools import partial
