@@ -8,8 +8,9 @@ import time
 import checkpoints
 import pytest
 import torch
+from engines import cold, open_engine, open_prefiller
 
-from mmprefill import AsyncPrefiller, PrefillConfig, Prefiller, Request
+from mmprefill import Request
 from mmprefill.pipeline.kv_cache import SequenceKV
 from mmprefill.pipeline.prefix import BLOCK, PrefixStore, Spot, chain_of
 from mmprefill.results import unwrap
@@ -18,16 +19,11 @@ EXACT = 1e-4
 LONG = "one long beginning that several questions share, longer than a block of tokens, and then some more of it. "
 
 
-def open_prefiller(family, **settings):
-    with checkpoints.quiet():
-        return Prefiller.from_pretrained(checkpoints.cached(family), dtype="fp32", config=PrefillConfig(**settings))
-
-
 @pytest.fixture(params=list(checkpoints.FAMILIES))
 def pair(request):
     """A prefiller that reuses, and one that never does."""
-    with open_prefiller(request.param) as warm, open_prefiller(request.param, prefix_bytes=0, encoder_bytes=0) as cold:
-        yield warm, cold
+    with open_prefiller(request.param) as warm:
+        yield warm, cold(request.param)
 
 
 @pytest.fixture
@@ -75,9 +71,10 @@ def test_prefixes_in_flight_are_awaited(pair):
 @pytest.mark.parametrize("family", ["paligemma", "gemma3"])
 def test_a_shared_picture_that_must_be_encoded_again(family):
     """A prefix that ends inside a two-way span is of no use: the picture is encoded again, and nobody hangs."""
-    with open_prefiller(family, encoder_bytes=0) as warm, open_prefiller(family, prefix_bytes=0) as cold:
+    with open_prefiller(family, encoder_bytes=0) as warm:
         for request in questions(warm):
-            same(warm._engine.submit(warm._engine.prefill(request)).result(30), cold.prefill(request))
+            outcome = warm._engine.submit(warm._engine.prefill(request)).result(30)
+            same(outcome, cold(family).prefill(request))
 
 
 def test_the_whole_prompt_again(pair):
@@ -125,10 +122,23 @@ def test_the_tower_runs_once_per_picture(monkeypatch, prefix_bytes):
         assert len(calls) == 4
 
 
+@pytest.mark.parametrize("family", ["smolvlm", "qwen3_vl", "gemma3"])
+def test_chunks_encode_no_picture_again(monkeypatch, family):
+    """Chunks of 3 tokens, text first, nothing kept of earlier prompts: the tower sees each distinct picture once (D11)."""
+    request = Request(prompt="look at them", images=[checkpoints.picture(i) for i in (1, 2, 1)])
+    expected = cold(family).prefill(request)
+    with open_prefiller(family, prefix_bytes=0, encoder_bytes=0, chunk_tokens=3, early_tokens=1) as chunked:
+        calls = counted(chunked, monkeypatch)
+        for turn in (1, 2):
+            same(chunked.prefill(request), expected)
+            assert len(calls) == 2 * turn
+        assert chunked._engine._driver.steps > 2 * 3  # more chunks than pictures
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm", "internvl", "mistral3", "gemma3", "llava_next"])
 def test_pictures_are_encoded_one_by_one(monkeypatch, family):
     """A picture seen in an earlier turn is not encoded again when a new one joins it, and the answer is exact."""
-    with open_prefiller(family) as warm, open_prefiller(family, prefix_bytes=0, encoder_bytes=0) as cold:
+    with open_prefiller(family) as warm:
         calls = counted(warm, monkeypatch)
         one, two = checkpoints.picture(1), checkpoints.picture(2)
         warm.prefill(Request(prompt="first", images=[one]))
@@ -137,7 +147,7 @@ def test_pictures_are_encoded_one_by_one(monkeypatch, family):
         result = warm.prefill(both)
         assert len(calls) == 2
         assert result.reuse.pictures == 1
-        same(result, cold.prefill(both))
+        same(result, cold(family).prefill(both))
 
 
 def test_a_chat_that_resends_its_history(smol):
@@ -246,9 +256,8 @@ def test_a_cancelled_owner_leaves_followers_whole(smol):
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     outcomes = asyncio.run(race())
-    with open_prefiller("smolvlm", prefix_bytes=0) as cold:
-        for outcome, request in list(zip(outcomes, requests, strict=True))[1:]:
-            same(unwrap(outcome), cold.prefill(request))
+    for outcome, request in list(zip(outcomes, requests, strict=True))[1:]:
+        same(unwrap(outcome), cold("smolvlm").prefill(request))
 
 
 @pytest.fixture
@@ -300,10 +309,7 @@ def test_a_prompt_is_kept_once(smol):
 
 def test_watching_a_request():
     """Progress comes after each chunk, with KV that is already that of the end; the result comes last."""
-    with checkpoints.quiet():
-        engine = AsyncPrefiller.from_pretrained(
-            checkpoints.cached("qwen2_5_vl"), dtype="fp32", config=PrefillConfig(chunk_tokens=20)
-        )
+    engine = open_engine("qwen2_5_vl", chunk_tokens=20)
 
     async def watch():
         return [update async for update in engine.watch(LONG, images=[checkpoints.picture(1)])]
@@ -409,9 +415,9 @@ def test_a_second_turn_with_another_picture(family):
     more.append(
         {"role": "user", "content": [{"type": "text", "text": "And"}, {**parts[0], "image": checkpoints.picture(4)}]}
     )
-    with open_prefiller(family) as warm, open_prefiller(family, prefix_bytes=0, encoder_bytes=0) as cold:
+    with open_prefiller(family) as warm:
         warm.prefill(turn)
-        result, expected = warm.prefill(more), cold.prefill(more)
+        result, expected = warm.prefill(more), cold(family).prefill(more)
         same(result, expected)
         assert result.reuse.tokens > BLOCK
         assert result.generate(8) == expected.generate(8)
@@ -419,10 +425,9 @@ def test_a_second_turn_with_another_picture(family):
 
 def test_an_id_names_and_nothing_more(smol):
     """Requests that call themselves the same, with other pictures or words, share nothing by it (E7)."""
-    with open_prefiller("smolvlm", prefix_bytes=0, encoder_bytes=0) as cold:
-        for picture, text in ((1, "what?"), (2, "what?"), (2, "where?")):
-            request = Request(prompt=text, images=[checkpoints.picture(picture)], id="mine")
-            same(smol.prefill(request), cold.prefill(request))
+    for picture, text in ((1, "what?"), (2, "what?"), (2, "where?")):
+        request = Request(prompt=text, images=[checkpoints.picture(picture)], id="mine")
+        same(smol.prefill(request), cold("smolvlm").prefill(request))
 
 
 def test_the_last_pixel_counts():
