@@ -17,12 +17,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from mmprefill.config import PrefillConfig
+from mmprefill.files import write_atomically
 from mmprefill.job_files import Input, count, find
-from mmprefill.job_output import ERROR_COLUMNS, Budget, Served, StopJob, encoded, read_table, write_table
+from mmprefill.job_output import ERROR_COLUMNS, Budget, Served, StopJob, pieces, read_table, write_table
 from mmprefill.job_report import Display, JobEstimate, JobReport, display
 from mmprefill.job_rows import Columns, Row, affinity, rows
 from mmprefill.job_serve import IN_FLIGHT, Item, Server, Threads, Waiting, Workers, check_choices, describe
@@ -34,6 +36,7 @@ from mmprefill.types import Request
 
 STATE = 4096  # bytes of a part's state, without its files and errors
 SAMPLE = 16  # rows of a dry run
+BATCH = 4096  # errors written at once
 
 
 def run_job(
@@ -170,7 +173,7 @@ class _Job:
         self.budget = Budget(None if budget is None else max(0, budget - folder.nbytes))
         self._columns = Columns(settings)
         self._flying: deque[tuple[_Part, Waiting]] = deque()
-        self._report = JobReport(folder.path, failed_before=sum(commit.failed for commit in folder.commits))
+        self._report = JobReport(folder.path, failed_before=folder.failed)
 
     def run(self, every: Iterable[Row], workers: Workers) -> JobReport:
         """Serve every row that is not done yet."""
@@ -200,13 +203,14 @@ class _Job:
         for ordinal, row in enumerate(every):
             done = self._folder.covers(ordinal, row)
             if done:
-                if self._settings.retry_failed and any(each["index"] == row.index for each in done.errors):
+                retry = self._settings.retry_failed and done.failed
+                if retry and any(each["index"] == row.index for each in self._folder.of(done).errors):
                     again.append(row)
                 else:
                     self._report.skipped += 1
                 if again and ordinal + 1 == done.stop:
                     self._report.failed_before -= len(again)
-                    yield _Part(done.start, again, done)
+                    yield _Part(done.start, again, self._folder.of(done))
                     again = []
             elif part.rows and part.start + len(part.rows) == ordinal and len(part.rows) < self._settings.part_rows:
                 part.rows.append(row)
@@ -263,17 +267,18 @@ class _Job:
         self._check_errors()
 
     def _check_errors(self) -> None:
-        failed, most = sum(commit.failed for commit in self._folder.commits), self._settings.max_errors
-        if most is not None and failed > most:
+        most = self._settings.max_errors
+        if most is not None and (failed := self._folder.failed) > most:
             raise StopJob(f"{failed} rows have failed, more than the {most} that are allowed")
 
     def _settle(self) -> None:
         """Leave nothing that is half done; bring the table of errors up to date."""
         self._folder.clear()
         parts = sorted(self._folder.commits, key=lambda each: each.start)
-        errors = [each for part in parts for each in part.errors]
+        errors = chain.from_iterable(self._folder.of(part).errors for part in parts if part.failed)
+        batches = iter(lambda: list(islice(errors, BATCH)), [])
         path = self._folder.path / f"errors.{self._settings.format}"
-        write_whole(path, encoded(errors, ERROR_COLUMNS, self._settings.format))
+        write_atomically(path, pieces(batches, ERROR_COLUMNS, self._settings.format))
 
 
 def _order(item: Item) -> tuple[str, str]:

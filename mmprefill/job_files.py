@@ -186,9 +186,19 @@ def _read_parquet(path: str) -> Iterator[Values]:
 
 def _read_folder(path: str) -> Iterator[Values]:
     """A row per picture: `image`, `id` (its path in the folder) and `label` (the name of the folder that holds it)."""
-    for file in sorted(each for each in Path(path).rglob("*") if each.suffix.lower() in PICTURES and each.is_file()):
+    for file in _pictures_in(Path(path)):
         name = file.relative_to(path).as_posix()
         yield {"image": name, "id": name, "label": file.parent.name}
+
+
+def _pictures_in(folder: Path) -> Iterator[Path]:
+    """In the order of their paths, and no more of them in memory than the names of a folder."""
+    for name in sorted(each.name for each in folder.iterdir()):
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            yield from _pictures_in(path)
+        elif path.suffix.lower() in PICTURES and path.is_file():
+            yield path
 
 
 def _read_dataset(path: str, split: str | None) -> Iterator[Values]:

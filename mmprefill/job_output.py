@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
@@ -191,7 +191,7 @@ class Output:
 def write_table(folder: Path, start: int, records: Seq[Record], settings: JobSettings, budget: Budget) -> Path:
     """The table of a part."""
     path = folder / "rows" / f"{part_name(start)}.{settings.format}"
-    data = encoded(records, columns(settings), settings.format)
+    data = b"".join(pieces([records], columns(settings), settings.format))
     budget.take(len(data))
     write_whole(path, data)
     return path
@@ -223,18 +223,19 @@ def columns(settings: JobSettings) -> dict[str, str]:
 ERROR_COLUMNS = {"index": "int64", "id": "string", "error": "string", "message": "string"}
 
 
-def encoded(records: Seq[Record], types: dict[str, str], form: str) -> bytes:
-    """A table as the bytes of a file."""
+def pieces(batches: Iterable[Seq[Record]], types: dict[str, str], form: str) -> Iterator[bytes]:
+    """A table as the bytes of a file; of JSONL no more than a batch is in memory, of Parquet what is compressed."""
     if form == "jsonl":
-        return "".join(json.dumps({name: each.get(name) for name in types}) + "\n" for each in records).encode()
+        for batch in batches:
+            yield "".join(json.dumps({name: each.get(name) for name in types}) + "\n" for each in batch).encode()
+        return
     arrow, parquet = extra("pyarrow", "writing Parquet"), extra("pyarrow.parquet", "writing Parquet")
-    arrays = [
-        arrow.array([_printable(each.get(name)) for each in records], _arrow_type(arrow, kind))
-        for name, kind in types.items()
-    ]
-    buffer = io.BytesIO()
-    parquet.write_table(arrow.Table.from_arrays(arrays, names=list(types)), buffer)
-    return buffer.getvalue()
+    schema, buffer = arrow.schema([(name, _arrow_type(arrow, kind)) for name, kind in types.items()]), io.BytesIO()
+    with parquet.ParquetWriter(buffer, schema) as writer:
+        for batch in batches:
+            named = {name: [_printable(each.get(name)) for each in batch] for name in types}
+            writer.write_table(arrow.table(named, schema=schema))
+    yield buffer.getvalue()
 
 
 def _printable(value: Any) -> Any:

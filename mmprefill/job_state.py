@@ -29,7 +29,7 @@ from mmprefill.job_rows import Row
 from mmprefill.job_settings import differences
 
 FORMAT = 1
-OURS = re.compile(r"part-\d+|\.mmprefill-")  # how the names of our files begin
+OURS = re.compile(r"part-(\d+)|\.mmprefill-")  # how the names of our files begin
 FOLDERS = ("rows", "tensors", "kv", "state")
 
 
@@ -39,9 +39,26 @@ def write_whole(path: Path, data: bytes) -> None:
     write_atomically(path, [data])
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What is kept in memory of a part that is done: however many there are, it is little.
+
+    Attributes:
+        start: its first row, counted among the rows of this job.
+        stop: the row after its last.
+        digest: of its rows, hex.
+        failed: rows that failed.
+    """
+
+    start: int
+    stop: int
+    digest: str
+    failed: int
+
+
 @dataclass(frozen=True)
 class Commit:
-    """A part that is done.
+    """A part that is done, as its state file has it.
 
     Attributes:
         start: its first row, counted among the rows of this job.
@@ -58,9 +75,9 @@ class Commit:
     errors: list[dict[str, Any]]
 
     @property
-    def failed(self) -> int:
-        """Rows that failed."""
-        return len(self.errors)
+    def mark(self) -> Done:
+        """What is kept of it."""
+        return Done(self.start, self.stop, self.digest, len(self.errors))
 
     @property
     def table(self) -> str:
@@ -94,6 +111,7 @@ class JobFolder:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(path)
+        self._last: Commit | None = None
         try:
             self.about = self._manifest(json.loads(json.dumps(about)))
             self.commits = sorted(self._commits(), key=lambda each: each.start)
@@ -134,16 +152,17 @@ class JobFolder:
             raise JobError(f"{self.path} was begun differently: {'; '.join(changed)}. Use another folder, or go back")
         return found
 
-    def _commits(self) -> Iterator[Commit]:
+    def _commits(self) -> Iterator[Done]:
         for file in sorted((self.path / "state").glob("part-*.json")):
             found = _json(file)
             try:
                 commit = Commit(**found)
-                whole = all(self._as_written(name, *facts) for name, facts in commit.files.items())
+                mark, whole = commit.mark, file == self._state(commit.start)
+                whole = whole and all(self._as_written(name, *facts) for name, facts in commit.files.items())
             except (TypeError, ValueError, AttributeError):
                 continue
             if whole:
-                yield commit
+                yield mark
 
     def _as_written(self, name: str, size: int | None, crc: int | None) -> bool:
         file = self.path / name
@@ -151,23 +170,37 @@ class JobFolder:
             return False
         return crc is None or zlib.crc32(file.read_bytes()) == crc
 
+    def of(self, done: Done) -> Commit:
+        """All that is known of a part; the last one is kept, as whoever asks goes through them in order."""
+        if self._last is None or self._last.start != done.start:
+            self._last = Commit(**_json(self._state(done.start)))
+        return self._last
+
+    def _state(self, start: int) -> Path:
+        return self.path / "state" / f"{part_name(start)}.json"
+
     def clear(self) -> None:
         """Remove what no finished part owns; only in folders that are ours."""
-        kept = {name for commit in self.commits for name in commit.files}
-        kept |= {f"state/{part_name(commit.start)}.json" for commit in self.commits}
+        parts = {done.start: done for done in self.commits}
         for folder in FOLDERS:
             for file in sorted((self.path / folder).rglob("*"), reverse=True):
                 if file.is_dir():
                     if not any(file.iterdir()):
                         file.rmdir()
-                elif OURS.match(file.name) and file.relative_to(self.path).as_posix() not in kept:
+                elif (ours := OURS.match(file.name)) and not self._owned(file, parts.get(int(ours[1] or -1))):
                     file.unlink()
         for draft in self.path.glob(".mmprefill-*.tmp"):
             draft.unlink()
 
+    def _owned(self, file: Path, part: Done | None) -> bool:
+        """Whether a file belongs to the part that its name says."""
+        return part is not None and (
+            file == self._state(part.start) or file.relative_to(self.path).as_posix() in self.of(part).files
+        )
+
     # While rows go by.
 
-    def covers(self, ordinal: int, row: Row) -> Commit | None:
+    def covers(self, ordinal: int, row: Row) -> Done | None:
         """The part in which a row is done; called for every row in order.
 
         Raises:
@@ -195,18 +228,18 @@ class JobFolder:
         if self._next is not None:
             raise JobError(f"{self.path}: the input has {ordinal} rows, {self.commits[-1].stop} were done before")
 
-    def commit(self, start: int, rows: Seq[Row], files: Seq[Path], errors: list[dict[str, Any]]) -> Commit:
+    def commit(self, start: int, rows: Seq[Row], files: Seq[Path], errors: list[dict[str, Any]]) -> None:
         """Declare a part done; its files are on disk."""
         digest = hashlib.blake2b(b"".join(row.digest for row in rows), digest_size=16).hexdigest()
-        return self._declare(start, start + len(rows), digest, files, errors)
+        self._declare(start, start + len(rows), digest, files, errors)
 
-    def amend(self, before: Commit, files: Seq[Path], errors: list[dict[str, Any]]) -> Commit:
+    def amend(self, before: Commit, files: Seq[Path], errors: list[dict[str, Any]]) -> None:
         """Declare that rows of a part which had failed were done again; `files` has its table and what is new."""
-        self.commits.remove(before)
+        self.commits.remove(before.mark)
         kept = [self.path / name for name in before.files if not name.startswith("rows/")]
-        return self._declare(before.start, before.stop, before.digest, [*files, *kept], errors)
+        self._declare(before.start, before.stop, before.digest, [*files, *kept], errors)
 
-    def _declare(self, start: int, stop: int, digest: str, files: Seq[Path], errors: list[dict[str, Any]]) -> Commit:
+    def _declare(self, start: int, stop: int, digest: str, files: Seq[Path], errors: list[dict[str, Any]]) -> None:
         sizes: dict[str, list[int | None]] = {}
         for file in files:
             name = file.relative_to(self.path).as_posix()
@@ -214,9 +247,14 @@ class JobFolder:
             sizes[name] = [file.stat().st_size, crc]
         commit = Commit(start, stop, digest, sizes, errors)
         sync_folder(self.path)  # the folders that the files lie in
-        write_whole(self.path / "state" / f"{part_name(start)}.json", json.dumps(asdict(commit)).encode())
-        self.commits.append(commit)
-        return commit
+        write_whole(self._state(start), json.dumps(asdict(commit)).encode())
+        self._last = commit
+        self.commits.append(commit.mark)
+
+    @property
+    def failed(self) -> int:
+        """Rows of finished parts that failed."""
+        return sum(done.failed for done in self.commits)
 
     @property
     def nbytes(self) -> int:
@@ -226,8 +264,8 @@ class JobFolder:
     def finish(self, *, complete: bool) -> None:
         """Bring the manifest up to date."""
         parts = sorted(self.commits, key=lambda each: each.start)
-        rows, failed = sum(p.stop - p.start for p in parts), sum(p.failed for p in parts)
-        tables = [name for part in parts for name in part.files if name.startswith("rows/")]
+        rows, failed = sum(p.stop - p.start for p in parts), self.failed
+        tables = [self.of(part).table for part in parts]
         self.about |= {"complete": complete, "rows": rows, "ok": rows - failed, "failed": failed, "tables": tables}
         write_whole(self.path / "manifest.json", json.dumps(self.about, indent=1).encode())
 

@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import checkpoints
@@ -16,12 +17,13 @@ from job_checks import NEAR, failures, files, records, same, same_cache, simple,
 from safetensors.torch import load_file
 
 import mmprefill
-from mmprefill import job, job_output, job_rows, job_serve
+from mmprefill import job, job_files, job_output, job_rows, job_serve
 from mmprefill.cli import main
 from mmprefill.config import MediaLimits, PrefillConfig
 from mmprefill.errors import EngineClosedError, JobError, MediaFetchError, MMPrefillError
 from mmprefill.fetch import Fetcher
 from mmprefill.job_settings import EMITS, JobSettings
+from mmprefill.job_state import JobFolder, part_name, write_whole
 from mmprefill.metrics import Observer
 from mmprefill.models import load
 from mmprefill.pipeline.kv_read import load as load_kv
@@ -211,6 +213,18 @@ def test_a_folder_of_pictures(prefiller, data, tmp_path):
     plain = prefiller.prefill("Is this cats? {yes}", images=[data / "cats" / "c.png"], reuse=False)
     assert [each["id"] for each in found] == ["cats/c.png", "p0.png", "p1.png", "p2.png"]
     assert found[0]["top_logprobs"] == pytest.approx([t.logprob for t in plain.top_tokens(5)], abs=1e-4)
+
+
+def test_a_folder_of_pictures_is_read_in_the_order_of_paths(tmp_path):
+    """As it would be sorted, also where a folder and a file begin the same; folders behind links are not entered."""
+    for name in ("a/z.png", "a-b/c.png", "a.png", "a/b/c.JPG", "b.txt", "c/d"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "again").symlink_to("a")
+    (tmp_path / "one.png").symlink_to("a/z.png")
+    found = [tmp_path / each["id"] for each in job_files._read_folder(str(tmp_path))]
+    assert len(found) == 5
+    assert found == sorted(found)
 
 
 def test_columns_are_mapped(prefiller, data, tmp_path):
@@ -715,6 +729,28 @@ def test_ids_are_kept_in_bounded_memory():
         assert not any(seen.add(f"r{i}") for i in range(1000))
         assert seen.add("\ud800")
         assert len(seen._marks) == 10
+
+
+def test_parts_that_are_done_take_little_memory(tmp_path):
+    """However many rows have failed, and however many files there are: both stay in the state files."""
+    errors = [
+        {"index": i, "id": f"r{i}", "error": "MediaError", "message": f"{i}: " + "long " * 40} for i in range(100)
+    ]
+    folder = JobFolder(tmp_path / "out", {"model": {}, "settings": {}})
+    tracemalloc.start()
+    for start in range(0, 6000, 100):
+        if start == 1000:
+            before = tracemalloc.get_traced_memory()[0]
+        table = tmp_path / "out" / "rows" / f"{part_name(start)}.jsonl"
+        write_whole(table, b"{}")
+        found = [{**each, "message": f"{start} {each['message']}"} for each in errors]
+        folder.commit(start, [job_rows.Row(start, str(start), {})] * 100, [table], found)
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    folder.close()
+    assert grown < 50_000
+    assert folder.failed == 6000
+    assert folder.of(folder.commits[7]).errors[3]["message"].startswith("700 3: ")
 
 
 def test_shared_pictures_are_encoded_once(heard, data, tmp_path):
