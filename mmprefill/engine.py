@@ -128,10 +128,12 @@ class AsyncPrefiller:
 
     # The flow.
 
-    async def _serve(self, request: Request, watch: Watch | None = None) -> PrefillResult:
+    async def _serve(
+        self, request: Request, watch: Watch | None = None, prepared: Prepared | None = None
+    ) -> PrefillResult:
         self._observer.requested(request.id)
         try:
-            result = await self._flow(request, watch)
+            result = await self._flow(request, watch, prepared)
         except BaseException as error:
             self._observer.failed(request.id, error)
             raise
@@ -139,12 +141,12 @@ class AsyncPrefiller:
         self._observer.stored(encoder=self._stores.encoder.nbytes, prefix=self._stores.prefix.nbytes)
         return result
 
-    async def _flow(self, request: Request, watch: Watch | None) -> PrefillResult:
+    async def _flow(self, request: Request, watch: Watch | None, prepared: Prepared | None) -> PrefillResult:
         clock = Clock()
-        async with self._admitted(request):
+        async with self._admitted(request, prepared.seconds if prepared else 0.0):
             clock.lap("queued")
             self._check_layers(request)
-            prepared = await self._prepare(request)
+            prepared = prepared or await self._prepare(request)
             clock.lap("intake")
             async with self._scheduled(prepared, watch) as (active, plan):
                 if plan.match and plan.match.whole and await plan.match.entry.finished():
@@ -157,10 +159,11 @@ class AsyncPrefiller:
                 return self._emit(active, plan, clock)
 
     @asynccontextmanager
-    async def _admitted(self, request: Request) -> AsyncIterator[None]:
+    async def _admitted(self, request: Request, spent: float) -> AsyncIterator[None]:
         """At most `max_waiting` at once, at most `admission_rate` a second; the deadline runs at the door already."""
+        left = None if request.deadline is None else request.deadline - spent
         try:
-            async with asyncio.timeout(request.deadline) as deadline, self._door:
+            async with asyncio.timeout(left) as deadline, self._door:
                 if self._rate:
                     async with self._rate:
                         pass
@@ -454,6 +457,8 @@ class AsyncPrefiller:
         await self.aclose()
 
     async def _serve_any(self, request: Any) -> PrefillResult:
+        if isinstance(request, Prepared):  # by an intake like this one's, somewhere else
+            return await self._serve(request.request, prepared=request)
         return await self._serve(as_request(request))
 
     async def _serve_all(self, requests: Seq[Any]) -> list[Outcome]:
