@@ -48,7 +48,6 @@ Requests = TypeVar("Requests", Iterable[Any], Iterable[Any] | AsyncIterable[Any]
 Outcome = PrefillResult | BaseException
 Watch = Callable[[Progress | None], None]
 STEP_TOKENS = 1024  # where nothing was measured
-STEP_LIMIT = 8192  # whatever was measured: longer steps only add latency
 
 
 class AsyncPrefiller:
@@ -573,7 +572,7 @@ def _batcher(config: PrefillConfig, family: families.Family) -> batcher.Batcher:
     }
     costs = calibrate.kept(family)
     measured = {"overhead": costs.overhead_tokens, "patch_tokens": costs.patch_tokens} if costs else {}
-    step = round(costs.step.efficient(memory.SPEED, STEP_LIMIT)) if costs else STEP_TOKENS
+    step = memory.step_tokens(costs)[0] if costs else STEP_TOKENS
     return batcher.Batcher(
         orders[config.policy],
         step_tokens=config.step_tokens or step,

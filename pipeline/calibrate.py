@@ -35,9 +35,10 @@ from mmprefill.pipeline.linear import PackedLinear
 from mmprefill.pipeline.prefill import _pieces, forward, text_arguments
 from mmprefill.types import Request
 
-VERSION = 2  # of what is measured and how; a stored result of another version is measured again
+VERSION = 3  # of what is measured and how; a stored result of another version is measured again
 PIECE = 256  # tokens of one sequence in a measured step
 SIZES = (16, 64, 256, 512, 1024, 2048, 4096, 8192)  # tokens of the measured steps
+PAST = 4096  # tokens that are stored before another measured step
 SIDES = (224, 448, 896)  # pixels of the measured pictures
 ENOUGH = 1.0  # seconds for repeats of one measurement
 STAT = Path("/proc/stat")
@@ -169,6 +170,7 @@ def measure(bench: Bench, budget: float = 10.0, say: Say = lambda _: None) -> Co
         step=Curve.rising((n, max(s - pairs * _pairs(n), 0.0)) for n, s in steps.items()),
         tower=_tower(bench, budget * 0.3),
         attention=pairs,
+        stored=_stored(bench, steps, pairs),
         request=_request(bench),
         intake_text=text,
         intake_picture=max(picture, 0.0),
@@ -201,6 +203,26 @@ def _attention(bench: Bench, steps: Mapping[int, float]) -> float:
     if not size:
         return 0.0
     return max(_seconds(step_of(bench, [size])) - steps[size], 0.0) / (size * (size + 1) / 2 - _pairs(size))
+
+
+def _stored(bench: Bench, steps: Mapping[int, float], pairs: float) -> float:
+    """Seconds per stored key: a few tokens behind a long prefix against as many alone."""
+    few, past = SIZES[0], min(PAST, bench.intake.context - SIZES[0])
+    if bench.plan is None or past < PIECE:
+        return 0.0
+    kv, ids = SequenceKV(past + few), plain_ids(bench.family, few)
+    arguments = text_arguments(bench.family, ids)
+    embeds, positions = arguments.pop("inputs_embeds"), torch.arange(few, device=bench.family.device)[None]
+
+    def run() -> None:
+        forward(bench.family, StepCache(_pieces([(kv, few, {})]), bench.plan), embeds, positions, arguments)
+
+    run()  # makes the buffers
+    for pair in kv.layers.values():
+        for buffer in pair:
+            buffer.zero_()
+    kv.length = past
+    return max(_seconds(run) - steps[few] - pairs * few * past, 0.0) / past
 
 
 def step_of(bench: Bench, lengths: list[int]) -> Callable[[], Any]:

@@ -76,6 +76,7 @@ class Costs:
         step: a decoder step, by its tokens, without earlier context.
         tower: a call of the vision tower, by its patches.
         attention: seconds per pair of a query and a key that it looks at, beyond what `step` has.
+        stored: seconds per stored key that a step looks at again, however few its queries: the kernel packs it anew.
         request: on the compute lane once per request: merging, logits, handing over.
         intake_text: host seconds of a request without pictures.
         intake_picture: host seconds for each picture.
@@ -85,6 +86,7 @@ class Costs:
     step: Curve
     tower: Curve
     attention: float = 0.0
+    stored: float = 0.0
     request: float = 0.0
     intake_text: float = 0.0
     intake_picture: float = 0.0
@@ -98,6 +100,16 @@ class Costs:
     def overhead_tokens(self) -> float:
         """Tokens that take as long as starting a step does."""
         return self.step.fixed / self.step.slope if self.step.slope else math.inf
+
+    def chunking(self, tokens: int, chunk: int) -> float:
+        """What a prompt of so many tokens, alone, takes longer in chunks than in one step, as a share of that step.
+
+        From the straight line through the curve: single points are not measured to a per cent.
+        """
+        chunks = math.ceil(tokens / chunk)
+        starts = sum(range(0, tokens, chunk))  # of all chunks: keys that are stored when they run
+        once = self.step.fixed + self.step.slope * tokens + self.attention * tokens * (tokens + 1) / 2
+        return ((chunks - 1) * self.step.fixed + self.stored * starts) / once if once else 0.0
 
     @property
     def patch_tokens(self) -> float:

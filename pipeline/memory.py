@@ -19,6 +19,8 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 SHARE = 0.25  # of what the weights leave, for the transients of a step, and as much for those of a tower call
 LEAST = 256  # tokens or patches that speed alone never goes below: a busy machine measures strange curves
 SPEED = 0.9  # of the best measured rate, at which a larger budget is no longer worth its latency
+LONG = 8192  # tokens of the prompt that chunks are chosen for; longer steps only add latency
+LOSS = 0.02  # of its time in one step, which it may take longer in chunks
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,8 @@ def choose(needs: Footprint, costs: Costs, memory: int, tokens: int | None = Non
         raise ValueError(
             f"the weights take {human(needs.weights)} of {human(memory)}: give at least {human(needs.weights + least)}"
         )
-    step, why_step = _size(costs.step, needs.step_token, free, ("step", "tokens"))
-    patches, why_patches = _size(costs.tower, needs.patch, free, ("tower call", "patches"))
+    step, why_step = _fitted(step_tokens(costs), needs.step_token, free, ("step", "tokens"))
+    patches, why_patches = _fitted(_fast(costs.tower), needs.patch, free, ("tower call", "patches"))
     transient = step * needs.step_token + patches * needs.patch
     kv_tokens = (free - transient) // needs.token if needs.token else 0
     if tokens is not None and tokens > kv_tokens:
@@ -119,28 +121,46 @@ def choose(needs: Footprint, costs: Costs, memory: int, tokens: int | None = Non
         raise ValueError(
             f"a prompt of {tokens} tokens needs {human(wanted)} and there are {human(memory)}, which hold {kv_tokens} tokens"
         )
-    reasons = [why_step, _why_chunk(step, tokens), why_patches, _why_overhead(costs), _why_kv(needs, kv_tokens, tokens)]
+    why_chunk, why_kv = _why_chunk(needs, costs, step, tokens or LONG), _why_kv(needs, kv_tokens, tokens)
+    reasons = [why_step, why_chunk, why_patches, _why_overhead(costs), why_kv]
     return Budgets(
         step_tokens=step, chunk_tokens=step, vision_patches=patches, overhead=costs.overhead_tokens, kv_tokens=kv_tokens,
         memory=memory, used=needs.weights + transient + kv_tokens * needs.token, reasons=tuple(reasons),
     )  # fmt: skip
 
 
-def _size(curve: Curve, unit: int, free: int, names: tuple[str, str]) -> tuple[int, str]:
+def step_tokens(costs: Costs) -> tuple[int, str]:
+    """The least step that is fast enough for packed requests and for chunks of a long prompt, and which of them decided."""
+    chunk = LEAST
+    while chunk < LONG and costs.chunking(LONG, chunk) > LOSS:
+        chunk *= 2
+    packed, why = _fast(costs.step)
+    if packed < chunk:
+        why = f"the least in which a prompt of {LONG} tokens loses at most {LOSS:.0%} to one step over all of it"
+    return max(packed, chunk), why
+
+
+def _fast(curve: Curve) -> tuple[int, str]:
+    size = max(int(curve.efficient(SPEED, curve.points[-1][0])), LEAST)
+    return size, f"the least that reaches {SPEED:.0%} of the best measured speed"
+
+
+def _fitted(fast: tuple[int, str], unit: int, free: int, names: tuple[str, str]) -> tuple[int, str]:
     """The size that is fast enough, or what memory allows, with the reason."""
-    what, units = names
-    fast = max(int(curve.efficient(SPEED, curve.points[-1][0])), LEAST)
-    room = max(int(free * SHARE) // unit, 1) if unit else fast
-    if room < fast:
-        why = f"at {human(unit)} each they fill a quarter of what the weights leave"
-    else:
-        why = f"the least that reaches {SPEED:.0%} of the best measured speed"
-    return min(room, fast), f"a {what} takes at most {min(room, fast)} {units}: {why}"
+    (size, why), (what, units) = fast, names
+    room = max(int(free * SHARE) // unit, 1) if unit else size
+    if room < size:
+        size, why = room, f"at {human(unit)} each they fill a quarter of what the weights leave"
+    return size, f"a {what} takes at most {size} {units}: {why}"
 
 
-def _why_chunk(step: int, tokens: int | None) -> str:
-    chunks = "" if tokens is None else f": {tokens} tokens are {-(-tokens // step)} of them"
-    return f"a prompt is prefilled in chunks of {step} tokens, as much as a step{chunks}"
+def _why_chunk(needs: Footprint, costs: Costs, chunk: int, tokens: int) -> str:
+    held, whole = (human(needs.step_token * min(size, tokens)) for size in (chunk, tokens))
+    return (
+        f"a prompt is prefilled in chunks of {chunk} tokens, as much as a step: {tokens} tokens are "
+        f"{-(-tokens // chunk)} of them, hold {held} at a time instead of {whole}, and take "
+        f"{costs.chunking(tokens, chunk):.1%} longer than in one step"
+    )
 
 
 def _why_overhead(costs: Costs) -> str:

@@ -318,7 +318,7 @@ class _Run:
         seconds = self.costs.step(work.tokens)
         for take in work.takes:
             take.job.running = True
-            seconds += self.costs.attention * _pairs(take.job.done, take.end)
+            seconds += self.costs.attention * _pairs(take.job.done, take.end) + self.costs.stored * take.job.done
             seconds += self.costs.request if take.end == take.job.tokens else 0.0
 
         def finish() -> None:

@@ -7,10 +7,11 @@ import os
 import checkpoints
 import pytest
 import torch
+from engines import open_prefiller
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmprefill import Prefiller, Request
+from mmprefill import Request
 from mmprefill.cli import main
 from mmprefill.pipeline import calibrate, memory, merge
 from mmprefill.pipeline.costs import Costs, Curve
@@ -18,11 +19,6 @@ from mmprefill.pipeline.footprint import Footprint, LayerBytes, footprint, peak
 from mmprefill.pipeline.prefill import Chunk, Prefill, run_step
 
 COSTS = Costs(Curve.line(0.03, 0.00045), Curve.line(0.01, 0.00026))
-
-
-def opened(family, dtype="fp32"):
-    with checkpoints.quiet():
-        return Prefiller.from_pretrained(checkpoints.cached(family), dtype=dtype)
 
 
 def bench_of(prefiller):
@@ -37,7 +33,7 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)
 def test_predicted_kv_is_the_real_one(family):
     """Bytes of a finished cache, from a few tokens of a model, equal those of prompts below and above any window."""
-    with opened(family) as prefiller:
+    with open_prefiller(family) as prefiller:
         needs = prefiller.session.lane.call(footprint, bench_of(prefiller))
         assert needs.weights > needs.token > 0
         assert needs.step_token > 0
@@ -51,14 +47,14 @@ def test_predicted_kv_is_the_real_one(family):
 
 
 def test_the_generic_path_has_no_budgets():
-    with opened("qwen3_5") as prefiller, pytest.raises(ValueError, match="generic path"):
+    with open_prefiller("qwen3_5") as prefiller, pytest.raises(ValueError, match="generic path"):
         prefiller.session.lane.call(footprint, bench_of(prefiller))
 
 
 @pytest.mark.parametrize("family", ["smolvlm", "gemma3", "qwen3_5"])
 def test_calibration_is_quick_and_complete(family):
     """A tiny model of either path gives rising, positive costs."""
-    with opened(family) as prefiller:
+    with open_prefiller(family) as prefiller:
         costs = prefiller.session.lane.call(calibrate.measure, bench_of(prefiller), 1.0)
     assert costs.step(16) > 0
     assert costs.tower(100) > 0
@@ -71,7 +67,7 @@ def test_costs_are_measured_once(monkeypatch):
     measured = []
     monkeypatch.setattr(calibrate, "used_by_others", lambda: 0.0)
     monkeypatch.setattr(calibrate, "measure", lambda *_: measured.append(1) or COSTS)
-    with opened("smolvlm") as prefiller:
+    with open_prefiller("smolvlm") as prefiller:
         bench = bench_of(prefiller)
         assert calibrate.costs_of(bench) == calibrate.costs_of(bench) == COSTS
         assert len(measured) == 1
@@ -96,7 +92,7 @@ def test_what_a_busy_machine_measures_is_not_kept(monkeypatch):
     taken, said = itertools.count(0.0, 1000.0), []
     monkeypatch.setattr(calibrate, "measure", lambda *_: COSTS)
     monkeypatch.setattr(calibrate, "used_by_others", lambda: next(taken))
-    with opened("smolvlm") as prefiller:
+    with open_prefiller("smolvlm") as prefiller:
         assert calibrate.costs_of(bench_of(prefiller), say=said.append) == COSTS
         assert not calibrate.cache_path(calibrate.key_of(prefiller.session.family)).exists()
     assert "not keeping" in said[-1]
@@ -122,7 +118,7 @@ def test_a_slow_machine_is_measured_in_time(monkeypatch):
         return lambda: clock.__setitem__(0, clock[0] + 0.02 * sum(lengths))
 
     monkeypatch.setattr(calibrate, "step_of", slow_step)
-    with opened("smolvlm") as prefiller:
+    with open_prefiller("smolvlm") as prefiller:
         steps = dict(calibrate._steps(bench_of(prefiller), 5.0))
     assert list(steps) == [16, 64, 256]
     assert clock[0] <= 0.02 * (3 * 16 + 64 + 256) + 0.01
@@ -135,6 +131,23 @@ def test_a_strange_curve_does_not_make_tiny_steps():
     assert budgets.step_tokens == budgets.vision_patches == 256
 
 
+def test_chunks_cost_further_steps_and_reading_what_is_stored():
+    costs = Costs(Curve.line(0.03, 0.0005), COSTS.tower, attention=1e-7, stored=1e-6)
+    once = 0.03 + 0.0005 * 1000 + 1e-7 * 1000 * 1001 / 2
+    assert costs.chunking(1000, 300) == pytest.approx((3 * 0.03 + 1e-6 * (300 + 600 + 900)) / once)
+    assert costs.chunking(1000, 1000) == costs.chunking(1000, 4096) == 0
+
+
+@given(st.floats(0, 1), st.floats(1e-6, 1e-3), st.floats(0, 1e-5))
+def test_the_chosen_chunk_is_the_least_that_loses_little(fixed, per_token, stored):
+    """A long prompt loses at most 2 % in chunks as large as the step, and in smaller ones more if that was the reason."""
+    costs = Costs(Curve.line(fixed, per_token), COSTS.tower, stored=stored)
+    step, why = memory.step_tokens(costs)
+    assert costs.chunking(memory.LONG, step) <= memory.LOSS
+    if "a prompt of" in why:
+        assert costs.chunking(memory.LONG, step // 2) > memory.LOSS
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -143,7 +156,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
 
 
 def test_the_key_tells_models_threads_and_dtypes_apart():
-    with opened("smolvlm") as one, opened("smolvlm", "bf16") as two, opened("gemma3") as three:
+    with open_prefiller("smolvlm") as one, open_prefiller("smolvlm", "bf16") as two, open_prefiller("gemma3") as three:
         keys = [calibrate.key_of(each.session.family) for each in (one, two, three)]
     assert len({json.dumps(key) for key in keys}) == 3
     assert len({calibrate.cache_path(key) for key in keys}) == 3
@@ -222,7 +235,7 @@ def test_transients_do_not_grow_with_the_square_of_the_prompt():
             run_step(family, plan, [Chunk(started, started.kv.length + size)])
         return peak(family.device, lambda: run_step(family, plan, [Chunk(started, tokens)]))
 
-    with opened("smolvlm") as prefiller:
+    with open_prefiller("smolvlm") as prefiller:
         short, long, whole = (
             prefiller.session.lane.call(chunk, prefiller, tokens, size)
             for tokens, size in ((1024, 128), (2048, 128), (2048, 2048))
