@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -163,34 +164,51 @@ float soften(const float *scores, T *weights, int64_t begin, int64_t end, int64_
   return keep;
 }
 
-// keys x width -> panels of 64 keys, [panel][unit of the width][64]; keys past the end are 0.
-template <typename T> void pack_keys(const T *key, int64_t row, int64_t keys, int64_t width, int32_t *to) {
-  int64_t units = width / kPer<T>;
-  for (int64_t panel = 0; panel < keys; panel += kPanel, to += units * kPanel) {
-    int64_t count = std::min<int64_t>(kPanel, keys - panel);
-    for (int64_t k = 0; k < kPanel; k++) {
-      if (k >= count) {
-        for (int64_t u = 0; u < units; u++) to[u * kPanel + k] = 0;
-        continue;
-      }
-      const T *from = key + (panel + k) * row;
-      for (int64_t u = 0; u < units; u++) std::memcpy(to + u * kPanel + k, from + u * kPer<T>, 4);
+// 16 x 16 units: rows become columns. Each round moves the highest bit of the row's number behind the column's.
+inline void transpose(__m512i *x) {
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  for (int round = 0; round < 4; round++) {
+    __m512i y[16];
+    for (int i = 0; i < 8; i++) {
+      y[2 * i] = _mm512_permutex2var_epi32(x[i], low, x[i + 8]);
+      y[2 * i + 1] = _mm512_permutex2var_epi32(x[i], high, x[i + 8]);
     }
+    std::copy_n(y, 16, x);
   }
 }
 
-// keys x width -> panels of 64 values, [panel][unit of the keys][64]; values past the width and keys past the end are 0.
-template <typename T> void pack_values(const T *value, int64_t row, int64_t keys, int64_t padded, int64_t width, T *to) {
-  for (int64_t panel = 0; panel < width; panel += kPanel) {
-    int64_t count = std::min<int64_t>(kPanel, width - panel);
-    for (int64_t k = 0; k < padded; k += kPer<T>, to += kPanel * kPer<T>) {
-      for (int64_t part = 0; part < kPer<T>; part++) {
-        const T *from = value + (k + part) * row + panel;
-        bool there = k + part < keys;
-        for (int64_t v = 0; v < kPanel; v++) to[v * kPer<T> + part] = there && v < count ? from[v] : T(0);
+// keys x width -> panels of 64 keys, [panel][unit of the width][64]; keys past the end are 0.
+template <typename T> void pack_keys(const T *key, int64_t row, int64_t keys, int64_t width, int32_t *to) {
+  int64_t units = width / kPer<T>;
+  for (int64_t panel = 0; panel < keys; panel += kPanel, to += units * kPanel)
+    for (int64_t k = 0; k < kPanel; k += 16)
+      for (int64_t u = 0; u < units; u += 16) {
+        __m512i x[16];
+        for (int64_t i = 0; i < 16; i++) {
+          __mmask16 which = panel + k + i < keys ? lanes(0, units - u) : 0;
+          x[i] = _mm512_maskz_loadu_epi32(which, key + (panel + k + i) * row + u * kPer<T>);
+        }
+        transpose(x);
+        for (int64_t i = 0; i < 16 && u + i < units; i++) _mm512_store_si512(to + (u + i) * kPanel + k, x[i]);
       }
-    }
-  }
+}
+
+// 16 values of the keys of one unit: of one, or of a pair of which the second may not be there.
+inline __m512i unit(const float *from, int64_t, bool, __mmask16 which) {
+  return _mm512_castps_si512(_mm512_maskz_loadu_ps(which, from));
+}
+inline __m512i unit(const bf16 *from, int64_t row, bool second, __mmask16 which) {
+  __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(which, from));
+  if (!second) return low;
+  return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(which, from + row)), 16));
+}
+
+// keys x width of at most 64 -> [unit of the keys][64]; values past the width and keys past the end are 0.
+template <typename T> void pack_values(const T *value, int64_t row, int64_t keys, int64_t width, int32_t *to) {
+  for (int64_t k = 0, padded = up(keys, 16); k < padded; k += kPer<T>, to += kPanel)
+    for (int64_t v = 0; v < kPanel; v += 16)
+      _mm512_store_si512(to + v, unit(value + k * row + v, row, k + 1 < keys, k < keys ? lanes(0, width - v) : 0));
 }
 
 struct Problem {  // one sequence's K and V of one group of heads, packed
@@ -207,6 +225,18 @@ struct Block {  // query rows of one head
 int64_t packed_units(const Segment &s, const Shape &shape, int per) {
   int64_t panels = up(s.keys, kPanel);
   return panels * (shape.width / per) + up(s.keys, 16) / per * up(shape.value_width, kPanel);
+}
+
+// Packs kKeys of a problem's keys and values, from one of them on.
+template <typename T> void pack(const Problem &problem, int64_t key, const Shape &shape) {
+  const Segment &s = *problem.segment;
+  int64_t keys = std::min<int64_t>(kKeys, s.keys - key), width = shape.value_width;
+  pack_keys(static_cast<const T *>(s.key) + problem.group * s.key_head + key * s.key_row, s.key_row, keys, shape.width,
+            problem.keys + key * (shape.width / kPer<T>));
+  const T *value = static_cast<const T *>(s.value) + problem.group * s.value_head + key * s.value_row;
+  for (int64_t panel = 0; panel < width; panel += kPanel)
+    pack_values(value + panel, s.value_row, keys, std::min<int64_t>(kPanel, width - panel),
+                problem.values + (panel * up(s.keys, 16) + key * kPanel) / kPer<T>);
 }
 
 template <typename T> struct Room {  // what one thread works in
@@ -285,23 +315,21 @@ template <typename T> int run(const Segment *segments, int64_t count, const Shap
     if (static_cast<int64_t>(kept.size()) < units + 16) kept.resize(units + 16);
     int32_t *base = reinterpret_cast<int32_t *>(up(reinterpret_cast<int64_t>(kept.data()), 64));
     std::vector<Block> blocks;
+    std::vector<std::pair<const Problem *, int64_t>> unpacked;  // and the first of kKeys keys
     for (Problem &p : problems) {
       p.keys = base + reinterpret_cast<int64_t>(p.keys);
       p.values = p.keys + up(p.segment->keys, kPanel) * (shape.width / kPer<T>);
+      const Segment &s = *p.segment;
+      int64_t unseen = s.window ? std::max<int64_t>(0, s.first - s.window + 1) : 0;  // before every row's window
+      for (int64_t key = unseen / kKeys * kKeys; key < s.keys; key += kKeys) unpacked.push_back({&p, key});
       int64_t heads = shape.heads / shape.groups;
-      for (int64_t row = up(p.segment->rows, kRows) - kRows; row >= 0; row -= kRows)  // the longest first
+      for (int64_t row = up(s.rows, kRows) - kRows; row >= 0; row -= kRows)  // the longest first
         for (int64_t head = p.group * heads; head < (p.group + 1) * heads; head++) blocks.push_back({&p, head, row});
     }
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(dynamic)
-      for (size_t i = 0; i < problems.size(); i++) {
-        const Segment &s = *problems[i].segment;
-        pack_keys(static_cast<const T *>(s.key) + problems[i].group * s.key_head, s.key_row, s.keys, shape.width,
-                  problems[i].keys);
-        pack_values(static_cast<const T *>(s.value) + problems[i].group * s.value_head, s.value_row, s.keys,
-                    up(s.keys, 16), shape.value_width, reinterpret_cast<T *>(problems[i].values));
-      }
+      for (size_t i = 0; i < unpacked.size(); i++) pack<T>(*unpacked[i].first, unpacked[i].second, shape);
       Room<T> *room = new (std::align_val_t(64)) Room<T>;
 #pragma omp for schedule(dynamic)
       for (size_t i = 0; i < blocks.size(); i++) attend<T>(blocks[i], shape, *room);
