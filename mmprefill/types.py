@@ -224,3 +224,32 @@ class Token:
     id: int
     text: str
     logprob: float
+
+
+def as_request(prompt: Any, **fields: Any) -> Request:
+    """A `Request` from what callers pass: itself, a string, `Rendered`, chat messages, token ids or a mapping of fields.
+
+    Raises:
+        ValueError: for anything else, and for fields that a request does not have.
+    """
+    if isinstance(prompt, Request):
+        if fields:
+            raise ValueError(f"a Request is complete; {sorted(fields)} cannot be added to it")
+        return prompt
+    if isinstance(prompt, Mapping):
+        fields = {**prompt, **fields}
+    elif isinstance(prompt, (str, Rendered)):
+        fields["prompt"] = prompt
+    elif isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, bytearray)):
+        items = list(prompt)
+        fields["messages" if items and isinstance(items[0], Mapping) else "input_ids"] = items
+    else:
+        raise ValueError(
+            f"a request is a string, Rendered(text), chat messages, token ids, a mapping of fields or a Request; "
+            f"got {type(prompt).__name__}"
+        )
+    unknown = sorted(map(str, set(fields) - set(Request.__dataclass_fields__)))
+    if unknown:
+        known = ", ".join(Request.__dataclass_fields__)
+        raise ValueError(f"a request has no {', '.join(unknown)}; its fields are {known}")
+    return Request(**fields)

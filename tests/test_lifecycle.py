@@ -120,7 +120,7 @@ def test_one_request_that_breaks_a_step_breaks_only_itself(engine, monkeypatch):
     """What fails while a step's results are taken apart leaves the others of the step as they were; they run again."""
     good = texts(4)
     expected = asyncio.run(engine.prefill_many(good))
-    monkeypatch.setattr(engine, "_check_layers", lambda request: None)
+    monkeypatch.setattr(engine._flow, "_check_layers", lambda request: None)
     bad = Request(prompt="bad", hidden_states=(99,), reuse=False)
     *outcomes, failed = asyncio.run(engine.prefill_many([*good, bad]))
     assert isinstance(failed, IndexError)
@@ -426,7 +426,7 @@ def test_leaving_at_any_stage(monkeypatch, stage):
     assert not engine._driver._moving
     assert engine._driver.batcher.jobs == []
     assert not stores.encoder._flying
-    assert engine._door._value == config.max_waiting
+    assert engine._flow._door._value == config.max_waiting
     assert set(stores.prefix._wholes.values()) <= set(stores.prefix._kept)
     assert engine.start(request).result(60).next_token_logits.isfinite().all()
     engine.close()

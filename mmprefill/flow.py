@@ -1,0 +1,310 @@
+"""The way of one request through the engine; `Flow.run` reads as the data flow."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from asyncio_throttle.throttler import Throttler
+from torch import Tensor
+
+from mmprefill.config import PrefillConfig
+from mmprefill.encoders.families import Family
+from mmprefill.encoders.items import join
+from mmprefill.encoders.text import Intake
+from mmprefill.errors import DeadlineError, RequestError
+from mmprefill.metrics import Observer
+from mmprefill.pipeline import batcher, calibrate, decode, generic, memory, merge, positions
+from mmprefill.pipeline.driver import Active, Driver
+from mmprefill.pipeline.prefill import Prefill
+from mmprefill.pipeline.prefix import adopt
+from mmprefill.pipeline.reuse import Plan, Stores
+from mmprefill.results import PrefillResult, Progress, Session
+from mmprefill.streams import Encoded, Lanes, keep_to_one_core
+from mmprefill.trace import Recorder
+from mmprefill.types import Prepared, Request, Reuse
+
+Watch = Callable[[Progress | None], None]
+STEP_TOKENS = 1024  # where nothing was measured
+
+
+class Flow:
+    """Takes requests from intake to result, on the loop that runs `serve`; whatever a request held is free when it leaves.
+
+    Args:
+        session: the model, its route and its lane.
+        intake: what turns a request into tensors.
+        config: limits and batch sizes.
+        lanes: where towers and decoder run.
+        trace: told what every lane did, and when.
+        observer: told of every request, tower call and step.
+    """
+
+    def __init__(
+        self, session: Session, intake: Intake, config: PrefillConfig, lanes: Lanes, trace: Recorder, observer: Observer
+    ) -> None:
+        self._session, self._family, self._intake, self._config = session, session.family, intake, config
+        self._lanes, self._trace, self._observer = lanes, trace, observer
+        self._host = ThreadPoolExecutor(
+            config.intake_threads, thread_name_prefix="mmprefill-intake", initializer=keep_to_one_core
+        )
+        self.driver = Driver(self._family, session.route.plan, lanes, _batcher(config, self._family), trace, observer)
+        self.stores = Stores(
+            self._family,
+            packed=session.route.packed,
+            encoder_bytes=config.encoder_bytes,
+            prefix_bytes=config.prefix_bytes,
+        )
+        self._text_stands_alone: bool | None = None  # learnt from the first request with media
+        self._door = asyncio.Semaphore(config.max_waiting)
+        rate = config.admission_rate
+        self._rate = Throttler(rate_limit=1, period=1 / rate) if rate else None
+
+    def close(self) -> None:
+        """End the host threads, when nothing is under way any more."""
+        self._host.shutdown()
+
+    async def serve(
+        self, request: Request, watch: Watch | None = None, prepared: Prepared | None = None
+    ) -> PrefillResult:
+        """`run`, with the observer told of how it begins and ends."""
+        self._observer.requested(request.id)
+        try:
+            result = await self.run(request, watch, prepared)
+        except BaseException as error:
+            self._observer.failed(request.id, error)
+            raise
+        self._observer.finished(result)
+        self._observer.stored(encoder=self.stores.encoder.nbytes, prefix=self.stores.prefix.nbytes)
+        return result
+
+    async def run(self, request: Request, watch: Watch | None, prepared: Prepared | None) -> PrefillResult:
+        """The way of one request; `prepared` where another intake has prepared it."""
+        clock = Clock()
+        async with self._admitted(request, prepared.seconds if prepared else 0.0):
+            clock.lap("queued")
+            self._check_layers(request)
+            prepared = prepared or await self._prepare(request)
+            clock.lap("intake")
+            async with self._scheduled(prepared, watch) as (active, plan):
+                if plan.match and plan.match.whole and await plan.match.entry.finished():
+                    return self._emit_stored(prepared, plan, clock)
+                if self._session.route.plan is None:
+                    return await self._serve_generic(active, plan, prepared, clock)
+                await self._sequence(active, plan, prepared, clock)
+                await self.driver.prefill(active)
+                clock.lap("prefill")
+                return self._emit(active, plan, clock)
+
+    @asynccontextmanager
+    async def _admitted(self, request: Request, spent: float) -> AsyncIterator[None]:
+        """At most `max_waiting` at once, at most `admission_rate` a second; the deadline runs at the door already."""
+        left = None if request.deadline is None else request.deadline - spent
+        try:
+            async with asyncio.timeout(left) as deadline, self._door:
+                if self._rate:
+                    async with self._rate:
+                        pass
+                yield
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise DeadlineError(
+                f"request {request.id!r}: not done within its deadline of {request.deadline} s"
+            ) from error
+
+    @asynccontextmanager
+    async def _scheduled(self, prepared: Prepared, watch: Watch | None) -> AsyncIterator[tuple[Active, Plan]]:
+        """Known to the batcher and to the stores until the block is left."""
+        plan = self.stores.look_up(prepared)
+        tokens, media = len(prepared.input_ids), bool(prepared.media)
+        try:
+            async with self.driver.admit(prepared.id, tokens, media, prepared.request.priority) as active:
+                active.on_progress.append(lambda: self._tell(active, plan, watch))
+                yield active, plan
+        finally:
+            self.stores.leave(plan)
+
+    def _check_layers(self, request: Request) -> None:
+        most = self._family.text_config.num_hidden_layers
+        wrong = [layer for layer in request.hidden_states if not -most - 1 <= layer <= most]
+        if wrong:
+            raise RequestError(
+                f"request {request.id!r}: hidden_states must lie in [{-most - 1}, {most}] for this model, got {wrong}"
+            )
+
+    async def _prepare(self, request: Request) -> Prepared:
+        prepare = self._trace.timed("", "intake", self._intake.prepare, request=request.id)
+        self.driver.arriving += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._host, prepare, request)
+        finally:
+            self.driver.arriving -= 1
+
+    async def _sequence(self, active: Active, plan: Plan, prepared: Prepared, clock: Clock) -> None:
+        """Encode and merge what an earlier prompt does not give, and take over what it does."""
+        shared = min(await self.stores.shared_rows(plan), len(prepared.input_ids) - 1)
+        clock.lap("awaited")
+        await self._start_on_text(active, plan, prepared, shared)
+        covered = self._text_stands_alone and 0 < plan.media_end <= shared
+        encoded = None if covered else await self.stores.encode(self.driver, active, plan, prepared)
+        clock.lap("vision")
+        await self.driver.pause(active)
+        prefill = await self.driver.merge(active, partial(self._merge, prepared, encoded, active.prefill))
+        start = prefill.sequence.legal_start(shared)
+        if encoded is None and start < plan.media_end:  # the shared part ends inside a two-way span
+            self.driver.settled(active)
+            encoded = await self.stores.encode(self.driver, active, plan, prepared)
+            prefill = await self.driver.merge(active, partial(self._merge, prepared, encoded, None))
+        if start and plan.match and plan.match.entry.kv:
+            await self._lanes.prefill.run(adopt, prefill.kv, plan.match.entry.kv, start)
+        plan.took_over(start, shared)
+        if plan.entry:
+            plan.entry.kv = prefill.kv
+        clock.lap("merge")
+
+    async def _start_on_text(self, active: Active, plan: Plan, prepared: Prepared, shared: int) -> None:
+        """A long enough text before the first picture goes to the decoder while the tower works."""
+        first, request = plan.media_start, prepared.request
+        wanted = not (shared or request.hidden_states or request.all_logits)
+        if not (wanted and self._text_stands_alone and first >= self._config.early_tokens):
+            return
+        await self.driver.prefill_early(active, partial(self._merge_text, prepared, first))
+        if plan.entry and active.prefill:
+            plan.entry.kv = active.prefill.kv
+
+    def _merge_text(self, prepared: Prepared, tokens: int) -> Prefill | None:
+        sequence = merge.merge_text(self._family, prepared, tokens)
+        return Prefill.start(sequence, len(prepared.input_ids)) if sequence else None
+
+    def _merge(
+        self, prepared: Prepared, encoded: Mapping[str, list[Encoded[Any]]] | None, early: Prefill | None
+    ) -> Prefill:
+        sequence = merge.merge(self._family, prepared, encoded if encoded is None else _taken(encoded))
+        if encoded and self._text_stands_alone is None:
+            self._text_stands_alone = merge.text_stands_alone(self._family, prepared, sequence)
+        return early.continued(sequence) if early else Prefill.start(sequence)
+
+    async def _serve_generic(self, active: Active, plan: Plan, prepared: Prepared, clock: Clock) -> PrefillResult:
+        encoded = await self.stores.encode(self.driver, active, plan, prepared)
+        clock.lap("vision")
+        run = partial(self._run_generic, prepared, encoded)
+        done = await self._lanes.prefill.run(run)
+        await done.landed()
+        output = done.take()
+        clock.lap("prefill")
+        return self._result(
+            prepared, plan, clock, output.places, output.logits, output.cache, output.hidden,
+            route="generic", attention="model",
+        )  # fmt: skip
+
+    def _run_generic(self, prepared: Prepared, encoded: Mapping[str, list[Encoded[Any]]]) -> generic.GenericOutput:
+        return generic.run(self._family, prepared, _taken(encoded))
+
+    def _tell(self, active: Active, plan: Plan, watch: Watch | None) -> None:
+        """Rows were added: tell those who share them, and whoever watches."""
+        if plan.entry:
+            plan.entry.advance()
+        if watch and active.prefill:
+            kv = active.prefill.kv.prefix(active.job.done)
+            watch(Progress(active.id, active.job.done, active.job.tokens, kv, self._session))
+
+    def _emit(self, active: Active, plan: Plan, clock: Clock) -> PrefillResult:
+        done = active.prefill
+        assert done is not None
+        self.stores.finish(plan, done)
+        hidden = {layer: torch.cat(parts) for layer, parts in done.hidden.items()}
+        sequence = done.sequence
+        return self._result(
+            sequence.prepared, plan, clock, sequence.places, torch.cat(done.logits), done.kv, hidden,
+            attention="spans" if sequence.rules else "causal",
+        )  # fmt: skip
+
+    def _emit_stored(self, prepared: Prepared, plan: Plan, clock: Clock) -> PrefillResult:
+        """The whole prompt was prefilled before: its KV and logits are the result."""
+        assert plan.match is not None
+        entry = plan.match.entry
+        assert entry.logits is not None
+        assert entry.kv is not None
+        assert entry.places is not None
+        clock.lap("awaited")
+        plan.tokens, plan.why = len(prepared.input_ids), "the whole prompt was prefilled before"
+        return self._result(
+            prepared, plan, clock, entry.places, entry.logits.clone(), entry.kv, {}, attention=entry.attention
+        )
+
+    def _result(
+        self,
+        prepared: Prepared,
+        plan: Plan,
+        clock: Clock,
+        places: Tensor,
+        logits: Tensor,
+        emitted: decode.Emitted,
+        hidden: Mapping[int, Tensor],
+        *,
+        attention: str,
+        route: str = "packed",
+    ) -> PrefillResult:
+        return PrefillResult(
+            id=prepared.id,
+            token_ids=prepared.input_ids,
+            positions=places,
+            next_position=positions.next_position(places),
+            next_token_logits=logits[-1],
+            emitted=emitted,
+            session=self._session,
+            logits=logits if prepared.request.all_logits else None,
+            hidden_states=hidden,
+            media=prepared.media,
+            spans=tuple(item.runs for item in prepared.media),
+            seconds=clock.laps,
+            reuse=Reuse(plan.tokens, plan.pictures, plan.why),
+            route=route,
+            attention=attention,
+        )
+
+
+class Clock:
+    """Seconds by stage, one after another."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        """The time since the last lap belongs to `stage`."""
+        now = time.perf_counter()
+        self.laps[stage], self._last = now - self._last, now
+
+
+def _taken(encoded: Mapping[str, Seq[Encoded[Any]]]) -> dict[str, Any]:
+    """Feature outputs by medium, for use on the current lane: waited for, and put together per request."""
+    return {medium: join([part.take() for part in parts]) for medium, parts in encoded.items()}
+
+
+def _batcher(config: PrefillConfig, family: Family) -> batcher.Batcher:
+    """A batcher with the measured costs of this model on this machine, where `mmprefill plan` has left any."""
+    orders = {
+        "text_first": batcher.text_first(config.ageing),
+        "first_come": batcher.first_come,
+        "shortest": batcher.shortest_remaining(),
+        "priority": batcher.by_priority,
+    }
+    costs = calibrate.kept(family)
+    measured = {"overhead": costs.overhead_tokens, "patch_tokens": costs.patch_tokens} if costs else {}
+    step = memory.step_tokens(costs)[0] if costs else STEP_TOKENS
+    return batcher.Batcher(
+        orders[config.policy],
+        step_tokens=config.step_tokens or step,
+        chunk_tokens=config.chunk_tokens,
+        vision_patches=config.vision_patches,
+        **measured,
+    )
