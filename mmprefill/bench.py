@@ -208,11 +208,11 @@ class _Worker:
 def _worker(command: Seq[str], threads: int) -> Iterator[_Worker]:
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)  # noqa: S603
-    try:
-        yield _Worker(process)
-    finally:
-        process.kill()
-        process.wait()
+    with process:  # closes its pipes and waits for it
+        try:
+            yield _Worker(process)
+        finally:
+            process.kill()
 
 
 def as_lines(rows: Seq[Measured]) -> str:

@@ -531,7 +531,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(memory.as_lines(needs, costs, budgets)))
     if arguments.plot:
-        _plot(arguments.plot, "plan", "Memory against length, and speed", needs, costs, budgets)
+        _plot(arguments.plot, "plan", "Memory against length, and speed", needs, costs, budgets, session.bundle.context)
     return 0
 
 

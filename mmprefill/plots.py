@@ -84,16 +84,18 @@ def timeline(bars: Seq[Bar]) -> Figure:
     """
     if not bars:
         raise ValueError("nothing ran: there is no timeline to draw")
-    start = min(bar.start for bar in bars)
+    start, end = min(bar.start for bar in bars), max(bar.end for bar in bars)
+    least = max((end - start) / 400, 1e-6)  # what took next to no time is seen too
     drawn, (axis,) = figure(9, 3)
     for row, lane in enumerate(reversed(_LANES)):
         mine = [bar for bar in bars if lane in bar.lane]
-        spans = [((bar.start - start) * 1e3, max((bar.end - bar.start) * 1e3, 1e-3)) for bar in mine]
-        axis.broken_barh(spans, (row - 0.36, 0.72), facecolor=COLOURS[lane], edgecolor="white", linewidth=0.6)
+        spans = [((bar.start - start) * 1e3, max(bar.end - bar.start, least) * 1e3) for bar in mine]
+        axis.broken_barh(spans, (row - 0.36, 0.72), facecolor=COLOURS[lane], edgecolor="white", linewidth=0.3)
         busy = sum(bar.end - bar.start for bar in mine)
         axis.text(
             1.01, row, f"{busy * 1e3:.0f} ms", transform=axis.get_yaxis_transform(), va="center", fontsize=9, color=INK
         )
+    axis.text(1.01, 1.02, "busy", transform=axis.transAxes, fontsize=9, color=INK)
     axis.set_yticks(range(len(_LANES)), list(reversed(_LANES.values())))
     axis.grid(visible=False, axis="y")
     axis.set_xlim(left=0)
@@ -101,38 +103,55 @@ def timeline(bars: Seq[Bar]) -> Figure:
     return drawn
 
 
-def plan(needs: Footprint, costs: Costs, budgets: Budgets) -> Figure:
-    """Memory against the length of one prompt, and measured speed against the size of a step."""
+def plan(needs: Footprint, costs: Costs, budgets: Budgets, context: int) -> Figure:
+    """Memory against the length of one prompt of at most `context` tokens, and measured speed against a step's size."""
     drawn, (memory, speed) = figure(11, 4, axes=2)
-    _memory(memory, needs, budgets)
+    _memory(memory, needs, budgets, context)
     sizes = [size for size, seconds in costs.step.points if size and seconds]
-    speed.plot(sizes, [size / costs.step(size) for size in sizes], color=COLOURS["decoder"], marker="o", markersize=4)
+    rates = [size / costs.step(size) for size in sizes]
+    speed.plot(sizes, rates, color=COLOURS["decoder"], marker="o", markersize=4)
     speed.axvline(budgets.step_tokens, color=INK, linestyle="--", linewidth=1)
-    speed.annotate(f" step of {budgets.step_tokens}", (budgets.step_tokens, 0), fontsize=9, color=INK, va="bottom")
+    speed.annotate(
+        f"step of {budgets.step_tokens} ", (budgets.step_tokens, 0), fontsize=9, color=INK, va="bottom", ha="right"
+    )
     speed.set_xscale("log", base=2)
-    speed.set_ylim(bottom=0)
+    speed.set_xticks(sizes, [_thousands(size) for size in sizes])
+    speed.minorticks_off()
+    speed.set_ylim(0, 1.1 * max(rates, default=1.0))
     speed.set_xlabel("tokens in a step", fontsize=9, color=INK)
     speed.set_title("prefill, tokens per second", fontsize=10, color=INK, loc="left")
+    for axis in (memory.xaxis, speed.yaxis):
+        axis.set_major_formatter(lambda value, _: _thousands(value))
     return drawn
 
 
-def _memory(axis: Any, needs: Footprint, budgets: Budgets) -> None:
-    longest = max(min(budgets.kv_tokens, 2**17), 2)
-    lengths = [longest * i // 64 for i in range(1, 65)]
+def _memory(axis: Any, needs: Footprint, budgets: Budgets, context: int) -> None:
+    longest = max(min(budgets.kv_tokens, context), 2)
+    lengths = [longest * i / 64 for i in range(65)]
     transient = budgets.step_tokens * needs.step_token + budgets.vision_patches * needs.patch
     kv = [length * needs.token for length in lengths]
     unit, name = _unit(needs.weights + transient + max(kv))
-    parts = [[needs.weights / unit] * 64, [transient / unit] * 64, [each / unit for each in kv]]
+    parts = [[each / unit for each in part] for part in ([needs.weights] * 65, [transient] * 65, kv)]
     labels = [f"weights, {human_bytes(needs.weights)}", f"a step and a tower call, {human_bytes(transient)}",
               f"KV, {human_bytes(needs.token)} a token"]  # fmt: skip
     axis.stackplot(lengths, *parts, labels=labels, colors=["#94a3b8", COLOURS["vision"], COLOURS["decoder"]])
-    if budgets.memory / unit < 1.5 * sum(part[-1] for part in parts):
+    total = sum(part[-1] for part in parts)
+    if budgets.memory / unit < 1.5 * total:
         axis.axhline(budgets.memory / unit, color=INK, linestyle="--", linewidth=1)
-    axis.legend(loc="upper left", fontsize=8, frameon=False)
+        axis.annotate(
+            "all that there is ", (longest, budgets.memory / unit), fontsize=9, color=INK, va="bottom", ha="right"
+        )
+    axis.legend(loc="upper left", fontsize=8, frameon=False, reverse=True)  # as they lie
     axis.set_xlim(0, longest)
-    axis.set_ylim(0, 1.35 * sum(part[-1] for part in parts))
-    axis.set_xlabel("tokens of one prompt", fontsize=9, color=INK)
+    axis.set_ylim(0, 1.5 * total)
+    axis.set_xlabel(
+        "tokens of one prompt" + (", up to the model's most" if longest == context else ""), fontsize=9, color=INK
+    )
     axis.set_title(f"memory, {name}", fontsize=10, color=INK, loc="left")
+
+
+def _thousands(value: float) -> str:
+    return f"{value / 1000:g}k" if value >= 10_000 else f"{value:g}"
 
 
 def _unit(count: float) -> tuple[float, str]:
@@ -143,19 +162,35 @@ def _unit(count: float) -> tuple[float, str]:
 
 
 def throughput(rows: Seq[Measured]) -> Figure:
-    """Prompt tokens per second of each system, one panel a workload; multiples of transformers' are written beside."""
+    """Prompt tokens per second of each system, one panel a workload, under what the machine's matrix rate allows at most.
+
+    Beside each bar: the figure, the multiple of transformers', the share of that rate.
+    """
     from mmprefill.bench import VARIANTS
 
     variants = list(dict.fromkeys(row.variant for row in rows))
-    drawn, axes = figure(4.2 * len(variants), 1.2 + 0.45 * len({row.system for row in rows}), axes=len(variants))
+    drawn, axes = figure(4.2 * len(variants), 1.5 + 0.45 * len({row.system for row in rows}), axes=len(variants))
     for axis, variant in zip(axes, variants, strict=True):
         mine = [row for row in rows if row.variant == variant][::-1]
         base = next((row.tokens_per_s for row in mine if row.system == "transformers"), None)
         colours = [COLOURS["vision" if row.system == "mmprefill" else "intake"] for row in mine]
         bars = axis.barh([row.system for row in mine], [row.tokens_per_s for row in mine], color=colours, height=0.64)
-        ratios = [f"{row.tokens_per_s:.0f}" + (f", {row.tokens_per_s / base:.2f}x" if base else "") for row in mine]
-        axis.bar_label(bars, ratios, padding=3, fontsize=8, color=INK)
-        axis.set_xlim(0, 1.35 * max(row.tokens_per_s for row in mine))
+        axis.bar_label(bars, [_beside(row, base) for row in mine], padding=3, fontsize=8, color=INK)
+        most = max(row.tokens_per_s for row in mine)
+        roof = max((row.tokens_per_s / row.fraction for row in mine if row.fraction), default=0.0)
+        if roof:
+            axis.axvline(roof, color=INK, linestyle="--", linewidth=1, zorder=0)
+        axis.set_xlim(0, max(1.5 * most, 1.05 * roof))
         axis.set_title(VARIANTS[variant], fontsize=10, color=INK, loc="left")
+        axis.set_xlabel(
+            "prompt tokens per second" + (", - - all of the matrix rate" if roof else ""), fontsize=9, color=INK
+        )
         axis.grid(visible=False, axis="y")
     return drawn
+
+
+def _beside(row: Measured, base: float | None) -> str:
+    parts = [f"{row.tokens_per_s:.0f}"]
+    parts += [f"{row.tokens_per_s / base:.2f}x"] if base else []
+    parts += [f"{row.fraction:.0%}"] if row.fraction else []
+    return ", ".join(parts)

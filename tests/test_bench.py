@@ -46,3 +46,14 @@ def test_workers_count_work_and_time(tmp_path):
         told = more(rows)
     assert set(told["stages"]) >= {"intake", "vision", "prefill"}
     assert sum(told["kinds"].values()) == pytest.approx(1, abs=0.01)
+
+
+def test_a_worker_leaves_nothing_open():
+    """Whether it answers or dies: it is gone afterwards, and so are its pipes."""
+    with bench._worker([sys.executable, "-S", "-c", "print('{}', flush=True); input()"], 1) as worker:
+        process = worker._process
+    assert process.returncode is not None
+    assert process.stdin.closed
+    assert process.stdout.closed
+    with pytest.raises(RuntimeError, match="exit code 3"), bench._worker([sys.executable, "-S", "-c", "raise SystemExit(3)"], 1):
+        pass
