@@ -210,8 +210,8 @@ def _add_batch(commands: Any) -> None:
     parser.add_argument("--allow-host", action="append", default=[], metavar="HOST", help="fetch pictures from there")
     parser.add_argument("--image-root", action="append", default=[], type=Path, metavar="DIR",
                         help="read pictures from there only")  # fmt: skip
-    parser.add_argument("--engine", default="local", choices=["local", "ray"], help="ray: on actors (default local)")
-    parser.add_argument("--actors", type=int, default=1, metavar="N", help="of --engine ray, each with a model")
+    parser.add_argument("--engine", default="local", choices=["local", "ray"], help="ray: on Ray Data (default local)")
+    parser.add_argument("--actors", type=int, default=1, metavar="N", help="engines of --engine ray, each with a model")
     parser.add_argument(
         "--dry-run", action="store_true", help="run a few rows only; show tokens, bytes and time of all"
     )

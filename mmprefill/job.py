@@ -3,8 +3,9 @@
     rows --> parts of N rows --> groups that share pictures and prompts --> engine --> records and files
              (input order)       (so many at once)                                    part by part, committed whole
 
-Read and written here on the caller's thread, so nothing needs a lock; groups are prefilled, scored and saved on
-threads of their own, so that one is read, another prefilled and a third written at the same time.
+Read and committed here on the caller's thread, so nothing needs a lock; groups are prefilled, scored and saved on
+threads of their own, so that one is read, another prefilled and a third written at the same time. On Ray (`ray_job.py`)
+only the commits are made here.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,14 @@ from mmprefill.config import PrefillConfig
 from mmprefill.files import write_atomically
 from mmprefill.job_files import Input, count, find
 from mmprefill.job_output import ERROR_COLUMNS, Budget, Served, StopJob, pieces, read_table, write_table
+from mmprefill.job_plan import Group, Plan
 from mmprefill.job_report import Display, JobEstimate, JobReport, display
-from mmprefill.job_rows import Columns, Row, affinity, rows
-from mmprefill.job_serve import IN_FLIGHT, Item, Server, Threads, Waiting, Workers, check_choices, describe
+from mmprefill.job_rows import Row, rows
+from mmprefill.job_serve import Server, Workers, check_choices, describe
 from mmprefill.job_settings import JobSettings
-from mmprefill.job_state import Commit, JobFolder, write_whole
+from mmprefill.job_state import JobFolder, read_commit, write_whole
 from mmprefill.job_svg import stages_svg
 from mmprefill.prefiller import Prefiller
-from mmprefill.types import Request
 
 STATE = 4096  # bytes of a part's state, without its files and errors
 SAMPLE = 16  # rows of a dry run
@@ -61,8 +62,8 @@ def run_job(
         model: folder or hub id; default: the bundled model.
         prefiller: an engine to use, instead of `model` and `config`.
         config: the engine's settings.
-        engine: "local", or "ray": the same on Ray actors (extra `ray`), which have to see `out` and the pictures.
-        actors: how many of those, each with a model of its own.
+        engine: "local", or "ray": the same on Ray Data (extra `ray`), whose machines have to see `out` and the pictures.
+        actors: engines on Ray, each with a model of its own and a device where there are any.
         options: further arguments of `Prefiller.from_pretrained`, such as `{"dtype": "bf16"}`.
         progress: show how it goes on standard error.
         settings: fields of `mmprefill.job_settings.JobSettings`, such as `emit=("topk", "kv")`.
@@ -84,7 +85,7 @@ def run_job(
         with closing(_begun(Path(out), sources, describe(ours.session, chosen), chosen)) as folder:
             job = _Job(folder, chosen, shown, count(sources, chosen))
             server = Server(ours, folder.path, chosen, job.budget)
-            return job.run(rows(sources, chosen), Threads(server))
+            return job.run(partial(rows, sources, chosen), server)
 
 
 def _run_on_ray(
@@ -97,8 +98,7 @@ def _run_on_ray(
         display(wanted=progress) as shown,
         closing(_begun(out, sources, workers.describe(), chosen)) as folder,
     ):
-        workers.open(folder.path)
-        return _Job(folder, chosen, shown, count(sources, chosen)).run(rows(sources, chosen), workers)
+        return _Job(folder, chosen, shown, count(sources, chosen)).run(partial(rows, sources, chosen), workers)
 
 
 def _begun(out: Path, sources: Seq[Input], about: Mapping[str, Any], settings: JobSettings) -> JobFolder:
@@ -123,7 +123,7 @@ def estimate_job(
         with closing(JobFolder(Path(scratch) / "job", describe(ours.session, chosen))) as folder:
             trial = replace(chosen, disk_budget=None, max_errors=None, window=SAMPLE)
             job = _Job(folder, trial, Display(), None)
-            report = job.run(picked, Threads(Server(ours, folder.path, trial, job.budget)))
+            report = job.run(lambda: picked, Server(ours, folder.path, trial, job.budget))
     scale = total / max(1, len(picked))
     tokens, nbytes = round(report.tokens * scale), round(report.nbytes * scale)
     return JobEstimate(total, report, tokens, nbytes, report.seconds * scale)
@@ -153,17 +153,6 @@ def _opened(
         yield own
 
 
-@dataclass
-class _Part:
-    """Rows that are committed together; those that failed in a part that was committed `before`, to be done again."""
-
-    start: int
-    rows: list[Row]
-    before: Commit | None = None
-    left: int = 0  # groups that are not done
-    served: list[Served] = field(default_factory=list)
-
-
 class _Job:
     """One run of a job over rows."""
 
@@ -171,22 +160,19 @@ class _Job:
         self._folder, self._settings, self._shown, self._total = folder, settings, shown, total
         budget = settings.disk_budget
         self.budget = Budget(None if budget is None else max(0, budget - folder.nbytes))
-        self._columns = Columns(settings)
-        self._flying: deque[tuple[_Part, Waiting]] = deque()
+        self._served: list[Served] = []  # of the part that is not complete yet
         self._report = JobReport(folder.path, failed_before=folder.failed)
 
-    def run(self, every: Iterable[Row], workers: Workers) -> JobReport:
+    def run(self, every: Callable[[], Iterable[Row]], workers: Workers) -> JobReport:
         """Serve every row that is not done yet."""
         started = time.perf_counter()
+        plan = Plan(self._folder.path, tuple(self._folder.commits), self._settings, every)
         try:
             if not self._settings.retry_failed:
                 self._check_errors()
-            with workers:
-                for part in self._pending(every):
-                    for number, group in enumerate(self._groups(part), part.before.groups if part.before else 0):
-                        self._land(workers.capacity - 1)
-                        self._flying.append((part, workers.submit(part.start, number, group)))
-                self._land(0)
+            with closing(workers.run(plan)) as landed:
+                for group, served in landed:
+                    self._land(group, served)
         except StopJob as stop:
             self._report.stopped = str(stop)
         finally:
@@ -197,74 +183,32 @@ class _Job:
         self._folder.finish(complete=not self._report.stopped)
         return self._report
 
-    def _pending(self, every: Iterable[Row]) -> Iterator[_Part]:
-        """Parts of consecutive rows that are not done yet."""
-        part, ordinal, again = _Part(0, []), 0, list[Row]()
-        for ordinal, row in enumerate(every):
-            done = self._folder.covers(ordinal, row)
-            if done:
-                retry = self._settings.retry_failed and done.failed
-                if retry and any(each["index"] == row.index for each in self._folder.of(done).errors):
-                    again.append(row)
-                else:
-                    self._report.skipped += 1
-                if again and ordinal + 1 == done.stop:
-                    self._report.failed_before -= len(again)
-                    yield _Part(done.start, again, self._folder.of(done))
-                    again = []
-            elif part.rows and part.start + len(part.rows) == ordinal and len(part.rows) < self._settings.part_rows:
-                part.rows.append(row)
-            else:
-                if part.rows:
-                    yield part
-                part = _Part(ordinal, [row])
-        if part.rows:
-            yield part
-        if self._settings.limit is None:
-            self._folder.check_end(ordinal + 1)
+    def _land(self, group: Group, served: Served) -> None:
+        """Count a group; commit its part if it is complete."""
+        self._report.skipped += group.skipped
+        self._report.add(served)
+        self._shown.update(self._report, self._total)
+        self._served.append(served)
+        if group.last:
+            self._commit(group, self._served)
+            self._served = []
+            self._check_errors()
 
-    def _groups(self, part: _Part) -> list[list[Item]]:
-        """The part's rows as groups for the engine, those that share pictures and prompts side by side."""
-        items = sorted(map(self._item, part.rows), key=_order)
-        size = max(1, self._settings.window // IN_FLIGHT)
-        groups = [items[i : i + size] for i in range(0, len(items), size)]
-        part.left = len(groups)
-        return groups
-
-    def _item(self, row: Row) -> Item:
-        if row.error is not None:
-            return row, row.error
-        try:
-            return row, self._columns.request(row)
-        except ValueError as error:  # RequestError, or what `Request` itself says
-            return row, error
-
-    def _land(self, most: int) -> None:
-        """Wait until at most so many groups are in flight; commit the parts that are complete."""
-        while len(self._flying) > most:
-            part, future = self._flying.popleft()
-            served = future.result()
-            part.served.append(served)
-            part.left -= 1
-            self._report.add(served)
-            self._shown.update(self._report, self._total)
-            if part.left == 0:
-                self._commit(part)
-
-    def _commit(self, part: _Part) -> None:
-        before = read_table(self._folder.path / part.before.table) if part.before else []
-        made = (each for s in part.served for each in s.records)
-        records = sorted((*before, *made), key=lambda each: int(each["index"]))
-        errors = sorted((each for s in part.served for each in s.errors), key=lambda each: int(each["index"]))
-        files = [file for s in part.served for file in s.files]
+    def _commit(self, group: Group, served: Seq[Served]) -> None:
+        before = read_commit(self._folder.path, group.start) if group.again else None
+        made = [each for s in served for each in s.records]
+        made += read_table(self._folder.path / before.table) if before else []
+        errors = sorted((each for s in served for each in s.errors), key=lambda each: int(each["index"]))
+        files = [file for s in served for file in s.files]
         self.budget.take(STATE + 2 * len(repr(errors)) + 256 * len(files))  # of the part's state and the error table
-        table = write_table(self._folder.path, part.start, records, self._settings, self.budget)
-        if part.before:
-            self._folder.amend(part.before, [table, *files], errors)
+        records = sorted(made, key=lambda each: int(each["index"]))
+        assert len(records) + len(errors) == group.stop - group.start, "a part lost rows"
+        table = write_table(self._folder.path, group.start, records, self._settings, self.budget)
+        if before:
+            self._report.failed_before -= len(before.errors)
+            self._folder.amend(before, [table, *files], errors)
         else:
-            self._folder.commit(part.start, part.rows, [table, *files], errors)
-        part.rows, part.served = [], []
-        self._check_errors()
+            self._folder.commit(group.start, group.stop, group.digest, [table, *files], errors)
 
     def _check_errors(self) -> None:
         most = self._settings.max_errors
@@ -279,7 +223,3 @@ class _Job:
         batches = iter(lambda: list(islice(errors, BATCH)), [])
         path = self._folder.path / f"errors.{self._settings.format}"
         write_atomically(path, pieces(batches, ERROR_COLUMNS, self._settings.format))
-
-
-def _order(item: Item) -> tuple[str, str]:
-    return affinity(item[1]) if isinstance(item[1], Request) else ("", "")

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from mmprefill.errors import EngineClosedError
-from mmprefill.job_rows import Row
+from mmprefill.job_rows import Row, failure
 from mmprefill.job_settings import JobSettings, extra
 from mmprefill.job_state import part_name, write_whole
 from mmprefill.pipeline.kv_store import ShardWriter
@@ -247,11 +247,6 @@ def _arrow_type(arrow: Any, kind: str) -> Any:
     inner = kind.removeprefix("list<").removesuffix(">")
     plain = {"int64": arrow.int64, "float32": arrow.float32, "string": arrow.string}[inner]()
     return arrow.list_(plain) if inner != kind else plain
-
-
-def failure(row: Row, error: BaseException) -> Record:
-    """The record of a row that failed."""
-    return {"index": row.index, "id": row.id, "error": type(error).__name__, "message": str(error)}
 
 
 def is_fatal(error: BaseException) -> bool:

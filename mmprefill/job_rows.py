@@ -46,6 +46,11 @@ class Row:
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
+def failure(row: Row, error: BaseException) -> dict[str, Any]:
+    """The record of a row that failed."""
+    return {"index": row.index, "id": row.id, "error": type(error).__name__, "message": str(error)}
+
+
 def _digestible(value: Any) -> str:
     return hashlib.blake2b(value, digest_size=16).hexdigest() if isinstance(value, bytes) else repr(value)
 

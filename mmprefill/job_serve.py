@@ -3,51 +3,34 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from mmprefill.errors import MediaFetchError
 from mmprefill.job_output import Budget, Outcome, Output, Served, is_fatal
-from mmprefill.job_rows import Row, with_remotes
+from mmprefill.job_plan import IN_FLIGHT, Group, Plan
+from mmprefill.job_rows import with_remotes
 from mmprefill.job_settings import JobSettings
 from mmprefill.pipeline.kv_store import identity_of
 from mmprefill.prefiller import Prefiller
 from mmprefill.results import Session
-from mmprefill.types import Request
+from mmprefill.types import Prepared, Request
 
-IN_FLIGHT = 3  # groups of an engine: one being read or written, two in the engine
 BACKOFF = 0.5  # seconds before the first retry, doubled for each further one
-Item = tuple[Row, Request | BaseException]
-
-
-class Waiting(Protocol):
-    """A group that a worker has."""
-
-    def result(self) -> Served:
-        """Wait for it."""
+Asked = TypeVar("Asked")
+Landed = Generator[tuple[Group, Served], None, None]
 
 
 class Workers(Protocol):
-    """Who serves groups; left as a context, nothing runs any more.
+    """Who serves a job."""
 
-    Attributes:
-        capacity: groups that may be in flight.
-    """
-
-    capacity: int
-
-    def submit(self, start: int, number: int, group: Seq[Item]) -> Waiting:
-        """Start on the group `number` of the part that begins at row `start`."""
-
-    def __enter__(self) -> Workers: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None: ...
+    def run(self, plan: Plan) -> Landed:
+        """A plan's groups and what was made of them, in order; closed before its end, nothing runs any more."""
 
 
 class Server:
@@ -64,57 +47,63 @@ class Server:
         self._prefiller, self._settings = prefiller, settings
         self._output = Output(prefiller, folder, settings, budget)
 
-    def serve(self, start: int, number: int, group: Seq[Item]) -> Served:
+    def run(self, plan: Iterable[Group]) -> Landed:
+        """See `Workers.run`: groups are read on the caller's thread, served on threads of their own."""
+        flying: deque[tuple[Group, Future[Served]]] = deque()
+        threads = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="mmprefill-job")
+        try:
+            for group in plan:
+                if len(flying) == IN_FLIGHT:
+                    yield _landed(*flying.popleft())
+                flying.append((group, threads.submit(self.serve, group)))
+            while flying:
+                yield _landed(*flying.popleft())
+        finally:
+            threads.shutdown(wait=True, cancel_futures=True)
+
+    def serve(self, group: Group) -> Served:
         """Prefill the group, make its records and write its files."""
-        outcomes = self._prefill([each for _, each in group])
-        return self._output.serve(start, number, [row for row, _ in group], outcomes)
+        served = Served()
+        if group.items:
+            outcomes = retried([request for _, request in group.items], self._attempt, self._settings.retries)
+            served = self._output.serve(group.start, group.number, [row for row, _ in group.items], outcomes)
+        served.errors += group.failed
+        return served
 
-    def _prefill(self, requests: Seq[Request | BaseException]) -> list[Outcome]:
-        """An outcome for each; what failed for want of the network is tried again."""
-        outcomes = self._attempt(requests)
-        for attempt in range(self._settings.retries):
-            again = [i for i, each in enumerate(outcomes) if isinstance(each, MediaFetchError)]
-            if not again:
-                break
-            time.sleep(BACKOFF * 2**attempt)
-            for i, outcome in zip(again, self._attempt([requests[i] for i in again]), strict=True):
-                outcomes[i] = outcome
-        return outcomes
-
-    def _attempt(self, requests: Seq[Request | BaseException]) -> list[Outcome]:
-        ready = [self._fetched(each) if isinstance(each, Request) else each for each in requests]
-        outcomes = iter(self._prefiller.prefill_many([each for each in ready if isinstance(each, Request)]))
-        found: list[Outcome] = [next(outcomes) if isinstance(each, Request) else each for each in ready]
+    def _attempt(self, requests: Seq[Request | Prepared]) -> list[Outcome]:
+        limit = self._prefiller.intake.config.media.max_bytes
+        ready = [fetched(each, limit) if isinstance(each, Request) else each for each in requests]
+        outcomes = iter(self._prefiller.prefill_many([each for each in ready if not isinstance(each, Exception)]))
+        found: list[Outcome] = [each if isinstance(each, Exception) else next(outcomes) for each in ready]
         lost = next((each for each in found if isinstance(each, BaseException) and _is_lost(each)), None)
         if lost is not None:
             raise lost
         return found
 
-    def _fetched(self, request: Request) -> Request | BaseException:
-        try:
-            return with_remotes(request, self._prefiller.intake.config.media.max_bytes)
-        except Exception as error:  # whatever the storage raises fails this row alone
-            return error
+
+def _landed(group: Group, future: Future[Served]) -> tuple[Group, Served]:
+    return group, future.result()
 
 
-class Threads:
-    """Workers on this machine that share an engine."""
+def retried(requests: Seq[Asked], attempt: Callable[[Seq[Asked]], list[Any]], retries: int) -> list[Any]:
+    """An outcome for each; what failed for want of the network is tried again."""
+    outcomes = attempt(requests)
+    for number in range(retries):
+        again = [i for i, each in enumerate(outcomes) if isinstance(each, MediaFetchError)]
+        if not again:
+            break
+        time.sleep(BACKOFF * 2**number)
+        for i, outcome in zip(again, attempt([requests[i] for i in again]), strict=True):
+            outcomes[i] = outcome
+    return outcomes
 
-    capacity = IN_FLIGHT
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._threads = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="mmprefill-job")
-
-    def submit(self, start: int, number: int, group: Seq[Item]) -> Waiting:
-        """See `Workers.submit`."""
-        return self._threads.submit(self._server.serve, start, number, group)
-
-    def __enter__(self) -> Threads:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
+def fetched(request: Request, limit: int) -> Request | Exception:
+    """The request with its remote pictures of at most so many bytes each, or why it cannot be had."""
+    try:
+        return with_remotes(request, limit)
+    except Exception as error:  # whatever the storage raises fails this row alone
+        return error
 
 
 def describe(session: Session, settings: JobSettings) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from typing import Any
 
 from mmprefill.errors import JobError
 from mmprefill.files import sync_folder, write_atomically
-from mmprefill.job_rows import Row
 from mmprefill.job_settings import differences
 
 FORMAT = 1
@@ -96,6 +95,15 @@ def part_name(start: int) -> str:
     return f"part-{start:08d}"
 
 
+def read_commit(folder: Path, start: int) -> Commit:
+    """All that is known of a part that is done."""
+    return Commit(**_json(_state(folder, start)))
+
+
+def _state(folder: Path, start: int) -> Path:
+    return folder / "state" / f"{part_name(start)}.json"
+
+
 class JobFolder:
     """The output folder, held by one job at a time.
 
@@ -119,9 +127,6 @@ class JobFolder:
         except BaseException:
             os.close(self._lock)
             raise
-        self._done = iter(self.commits[:])
-        self._next = next(self._done, None)
-        self._digest = hashlib.blake2b(digest_size=16)
 
     def _manifest(self, about: dict[str, Any]) -> dict[str, Any]:
         file = self.path / "manifest.json"
@@ -173,11 +178,11 @@ class JobFolder:
     def of(self, done: Done) -> Commit:
         """All that is known of a part; the last one is kept, as whoever asks goes through them in order."""
         if self._last is None or self._last.start != done.start:
-            self._last = Commit(**_json(self._state(done.start)))
+            self._last = read_commit(self.path, done.start)
         return self._last
 
     def _state(self, start: int) -> Path:
-        return self.path / "state" / f"{part_name(start)}.json"
+        return _state(self.path, start)
 
     def clear(self) -> None:
         """Remove what no finished part owns; only in folders that are ours."""
@@ -198,48 +203,14 @@ class JobFolder:
             file == self._state(part.start) or file.relative_to(self.path).as_posix() in self.of(part).files
         )
 
-    # While rows go by.
-
-    def covers(self, ordinal: int, row: Row) -> Done | None:
-        """The part in which a row is done; called for every row in order.
-
-        Raises:
-            JobError: if the done rows are not those of the input.
-        """
-        part = self._next
-        if part is None or ordinal < part.start:
-            return None
-        self._digest.update(row.digest)
-        if ordinal + 1 == part.stop:
-            if self._digest.hexdigest() != part.digest:
-                raise JobError(
-                    f"{self.path}: rows {part.start} to {part.stop - 1} of the input are not those that were done; "
-                    "use another folder for another input"
-                )
-            self._next, self._digest = next(self._done, None), hashlib.blake2b(digest_size=16)
-        return part
-
-    def check_end(self, ordinal: int) -> None:
-        """The input has no fewer rows than were done.
-
-        Raises:
-            JobError: if it has.
-        """
-        if self._next is not None:
-            raise JobError(f"{self.path}: the input has {ordinal} rows, {self.commits[-1].stop} were done before")
-
-    def commit(self, start: int, rows: Seq[Row], files: Seq[Path], errors: list[dict[str, Any]]) -> None:
-        """Declare a part done; its files are on disk."""
-        digest = hashlib.blake2b(b"".join(row.digest for row in rows), digest_size=16).hexdigest()
-        self._declare(start, start + len(rows), digest, files, errors)
-
     def amend(self, before: Commit, files: Seq[Path], errors: list[dict[str, Any]]) -> None:
         """Declare that rows of a part which had failed were done again; `files` has its table and what is new."""
         self.commits.remove(before.mark)
         kept = [self.path / name for name in before.files if not name.startswith("rows/")]
-        self._declare(before.start, before.stop, before.digest, [*files, *kept], errors)
+        self.commit(before.start, before.stop, before.digest, [*files, *kept], errors)
 
-    def _declare(self, start: int, stop: int, digest: str, files: Seq[Path], errors: list[dict[str, Any]]) -> None:
+    def commit(self, start: int, stop: int, digest: str, files: Seq[Path], errors: list[dict[str, Any]]) -> None:
+        """Declare a part done; its files are on disk."""
         sizes: dict[str, list[int | None]] = {}
         for file in files:
             name = file.relative_to(self.path).as_posix()

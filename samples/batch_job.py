@@ -1,4 +1,4 @@
-"""A batch job over the held-out questions, on this machine or on Ray, and how many of its answers are right.
+"""A batch job over the held-out questions, on this machine or on Ray Data, and how many of its answers are right.
 
 python samples/batch_job.py answers                      # the bundled model; the same again goes on where it was ended
 python samples/batch_job.py answers-ray --engine ray --actors 2

@@ -35,3 +35,15 @@ def globals_unchanged():
     before = process_globals()
     yield
     assert process_globals() == before
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A folder with four pictures, for batch jobs."""
+    import checkpoints  # takes transformers, which most tests can do without
+
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for i in range(4):
+        checkpoints.picture(i).save(folder / f"p{i}.png")
+    return folder

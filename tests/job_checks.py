@@ -45,7 +45,7 @@ def same(mine, theirs):
     for a, b in zip(mine, theirs, strict=True):
         assert a.keys() == b.keys()
         for name in a:
-            assert a[name] == (pytest.approx(b[name], abs=1e-4) if name == "top_logprobs" else b[name])
+            assert a[name] == (pytest.approx(b[name], abs=1e-4) if name in ("top_logprobs", "scores") else b[name])
     return True
 
 

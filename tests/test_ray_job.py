@@ -1,6 +1,7 @@
 """A batch job on Ray is the same job."""
 
 import sys
+from dataclasses import replace
 
 import checkpoints
 import pytest
@@ -9,19 +10,12 @@ from job_checks import NEAR, failures, files, records, same, same_cache, simple,
 from safetensors.torch import load_file
 
 import mmprefill
+from mmprefill import Request, job, ray_job
 from mmprefill.cli import main
-from mmprefill.errors import MMPrefillError
+from mmprefill.errors import DeadlineError, EngineClosedError, MMPrefillError
 from mmprefill.pipeline.kv_read import load as load_kv
 
-
-@pytest.fixture
-def data(tmp_path):
-    """A folder with four pictures."""
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for i in range(4):
-        checkpoints.picture(i).save(folder / f"p{i}.png")
-    return folder
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # Ray Data warns of its own defaults
 
 
 @pytest.fixture(scope="module")
@@ -34,34 +28,112 @@ def prefiller():
 def cluster():
     """A Ray of this machine, with the folders of the tests on its path."""
     ray = pytest.importorskip("ray")
+    pytest.importorskip("ray.data")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield ray
     ray.shutdown()
 
 
-def test_ray_gives_the_same(cluster, prefiller, data, tmp_path, capsys):
-    """On actors: the tables, errors and files of a local job; either goes on with what the other has begun."""
-    rows = simple(14)
+def on_ray(source, out, **settings):
+    with checkpoints.quiet():
+        return mmprefill.run_job(source, out, model=checkpoints.cached("smolvlm"), engine="ray", **settings)
+
+
+def flawed(count):
+    """Rows of which some are bad, each where it is found out: by the reader, a preparer or the engine's limits."""
+    rows = simple(count)
+    rows[1] = {"id": "r1", "images": ["p1.png"]}
+    rows[3]["id"] = "r0"
     rows[5]["images"] = ["missing.png"]
     rows[6]["prompt"] = "word " * 3000
-    source = write(data / "in.jsonl", rows)
+    return rows
+
+
+def same_output(mine, theirs):
+    """Files, rows, errors, KV and tensors of two jobs."""
+    assert files(mine) == files(theirs)
+    assert same(records(mine), records(theirs))
+    for each in records(theirs):
+        same_cache(*(load_kv(out / each["kv"]).cache() for out in (mine, theirs)))
+        torch.testing.assert_close(*(load_file(out / each["tensors"]) for out in (mine, theirs)), **NEAR)
+
+
+def test_ray_gives_the_same(cluster, prefiller, data, tmp_path, capsys):
+    """The tables, errors and files of a local job; either goes on with what the other has begun."""
+    source = write(data / "in.jsonl", flawed(14))
     settings = {"emit": ("topk", "kv", "logits", "text"), "max_new_tokens": 3, "part_rows": 4, "window": 6}
-    mmprefill.run_job(source, tmp_path / "local", prefiller=prefiller, **settings)
+    local = mmprefill.run_job(source, tmp_path / "local", prefiller=prefiller, **settings)
     mmprefill.run_job(source, tmp_path / "ray", prefiller=prefiller, limit=4, **settings)
-    with checkpoints.quiet():
-        model = checkpoints.cached("smolvlm")
-        report = mmprefill.run_job(source, tmp_path / "ray", model=model, engine="ray", actors=2, **settings)
-        assert (report.ok, report.failed, report.skipped) == (8, 2, 4)
-        command = ["batch", str(source), "--out", str(tmp_path / "ray"), "--model", str(model), "--engine", "ray"]
-        assert main([*command, "--emit", "topk,kv,logits,text", "--tokens", "3", "--top", "6"]) == 2
-        assert "top was 5, is 6" in capsys.readouterr().err
-    assert files(tmp_path / "ray") == files(tmp_path / "local")
-    assert same(records(tmp_path / "ray"), records(tmp_path / "local"))
+    report = on_ray(source, tmp_path / "ray", actors=2, **settings)
+    assert (report.ok, report.failed, report.skipped) == (8, 2, 4)
+    assert report.stages.keys() == local.stages.keys()
+    same_output(tmp_path / "ray", tmp_path / "local")
     assert failures(tmp_path / "ray") == failures(tmp_path / "local")
-    for each in records(tmp_path / "local"):
-        folders = tmp_path / "ray", tmp_path / "local"
-        same_cache(*(load_kv(folder / each["kv"]).cache() for folder in folders))
-        torch.testing.assert_close(*(load_file(folder / each["tensors"]) for folder in folders), **NEAR)
+    command = ["batch", str(source), "--out", str(tmp_path / "ray"), "--model", str(checkpoints.cached("smolvlm"))]
+    with checkpoints.quiet():
+        assert main([*command, "--engine", "ray", "--emit", "topk,kv,logits,text", "--tokens", "3", "--top", "6"]) == 2
+    assert "top was 5, is 6" in capsys.readouterr().err
+
+
+def test_stopped_and_gone_on_with(cluster, prefiller, data, tmp_path, monkeypatch):
+    """Of a shard: an engine is killed, another run stops at its errors; each time whole parts are left and nothing else."""
+    rows = flawed(40)
+    for i in (20, 22):
+        rows[i]["images"] = ["missing.png"]
+    source = write(data / "in.jsonl", rows)
+    settings = {"emit": ("kv", "logits", "scores"), "choices": ("yes", "no"), "part_rows": 4, "window": 3}
+    settings |= {"shard": (0, 2), "format": "parquet"}
+    stream, land, gates = ray_job.RayWorkers._stream, job._Job._land, []
+
+    def streaming(self, plan, gate):
+        gates.append(gate)
+        return stream(self, plan, gate)
+
+    def landing(self, group, served):
+        land(self, group, served)
+        if group.start == 4:
+            [engine] = cluster.get(gates[0].engines.remote())
+            cluster.kill(engine, no_restart=False)
+
+    with monkeypatch.context() as patch, pytest.raises(EngineClosedError, match="a Ray actor was lost"):
+        patch.setattr(ray_job.RayWorkers, "_stream", streaming)
+        patch.setattr(job._Job, "_land", landing)
+        on_ray(source, tmp_path / "ray", **settings)
+    folder = tmp_path / "ray" / "shard-0-of-2"
+    parts = {each.stem for each in (folder / "state").iterdir()}
+    assert "part-00000000" in parts
+    assert {each.name[:13] for name in ("kv", "rows", "tensors") for each in (folder / name).iterdir()} == parts
+    stopped = on_ray(source, tmp_path / "ray", max_errors=1, **settings)
+    assert (stopped.exit_code, stopped.skipped) == (3, 4 * len(parts))
+    assert "rows have failed" in stopped.stopped
+    for out in ("ray", "local"):
+        mmprefill.run_job(source, tmp_path / out, prefiller=prefiller, **settings)
+    same_output(folder, tmp_path / "local" / "shard-0-of-2")
+
+
+def test_what_another_intake_prepared(prefiller, data):
+    """An engine takes it as it would take the request; the time it took counts towards the deadline."""
+    request = Request(prompt="what is it?", images=[data / "p1.png"], deadline=60, reuse=False)
+    prepared = prefiller.intake.prepare(request)
+    here, late = prefiller.prefill_many([prepared, replace(prepared, seconds=61.0)])
+    torch.testing.assert_close(here.next_token_logits, prefiller.prefill(request).next_token_logits, **NEAR)
+    assert isinstance(late, DeadlineError)
+
+
+@pytest.mark.parametrize(
+    "nodes, engines, given",
+    [
+        ([{"CPU": 2}], 1, (1, 0, {"num_cpus": 2})),
+        ([{"CPU": 2}], 4, (4, 0, {"num_cpus": 1})),
+        ([{"CPU": 8}, {"CPU": 8}], 3, (3, 0, {"num_cpus": 4})),
+        ([{"CPU": 16, "GPU": 2}, {"CPU": 8}], 2, (8, 1, {"num_gpus": 1})),
+        ([{"CPU": 2, "GPU": 2}], 2, (1, 0, {"num_gpus": 1})),
+    ],
+)
+def test_shares_fit_the_machines(nodes, engines, given):
+    """An engine lies on one machine; nobody waits for a CPU that there is none of."""
+    preparers, preparer, engine = ray_job.shares(nodes, engines)
+    assert (preparers, preparer["num_cpus"], engine) == given
 
 
 def test_mistakes_with_ray(prefiller, data, tmp_path, monkeypatch):
