@@ -27,21 +27,6 @@ SUFFIX = ".safetensors"
 FETCH = "() => setTimeout(() => document.querySelector('#kv-file a, a#kv-file, #kv-file')?.click(), 50)"
 
 
-# What gradio leaves without a name for screen readers, or names twice.
-NAMES = """() => {
-  const box = document.querySelector('#box textarea');
-  if (box) box.setAttribute('aria-label', 'Your question');
-  document.querySelectorAll('#examples img').forEach(picture => { picture.alt = ''; });
-  const chat = document.querySelector('#chat');
-  const name = () => chat.querySelectorAll('.image-container').forEach((each, i) => {
-    const picture = each.querySelector('img'), around = picture?.closest('button');
-    if (picture && !picture.alt) picture.alt = `Picture ${i + 1} of this conversation`;
-    if (around && !around.ariaLabel) around.ariaLabel = `Picture ${i + 1} of this conversation`;
-  });
-  if (chat) new MutationObserver(name).observe(chat, {childList: true, subtree: true});
-}"""
-
-
 class NothingFetched:
     """ASGI middleware: gradio serves remote files through `file=http...`; this page has none."""
 
@@ -126,7 +111,7 @@ def build(chats: Chats) -> Any:
         saving = save.click(events.save, None, file, concurrency_limit=None, api_visibility="private")
         saving.success(None, None, None, js=FETCH)
         page.unload(events.leave)
-        page.load(None, None, None, js=NAMES)
+        page.load(None, None, None, js=(ASSETS / "demo.js").read_text(encoding="utf-8"))
     page.queue(max_size=4 * chats.limits.waiting, api_open=False)
     return page
 

@@ -55,5 +55,6 @@ def test_a_worker_leaves_nothing_open():
     assert process.returncode is not None
     assert process.stdin.closed
     assert process.stdout.closed
-    with pytest.raises(RuntimeError, match="exit code 3"), bench._worker([sys.executable, "-S", "-c", "raise SystemExit(3)"], 1):
+    died = [sys.executable, "-S", "-c", "raise SystemExit(3)"]
+    with pytest.raises(RuntimeError, match="exit code 3"), bench._worker(died, 1):
         pass

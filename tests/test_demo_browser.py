@@ -1,5 +1,6 @@
 """The demo in a real browser: what a user does, and what they see. No test depends on a right answer."""
 
+import itertools
 import socket
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import threading
 import time
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import browser
 import checkpoints
@@ -23,6 +25,7 @@ from mmprefill.engine import AsyncPrefiller
 from mmprefill.pipeline.onward import Onward
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+CONTRAST = Path(__file__).with_name("contrast.js").read_text(encoding="utf-8")
 LIMITS = Limits(upload_bytes=2 * 2**20, picture_bytes=2**20)
 
 
@@ -347,30 +350,103 @@ def test_a_phone(users, picture):
         assert box["height"] >= 32
 
 
-def test_keyboard_and_screen_reader(user):
-    """Every control has a name; the keyboard reaches them in the order of the page and is enough to ask."""
-    nameless = user.page.evaluate(
-        """() => [...document.querySelectorAll('button, input, textarea, select')].filter(each =>
-            each.checkVisibility({visibilityProperty: true}) && each.type !== 'file'
-            && !(each.ariaLabel || each.innerText.trim() || each.labels?.length || each.title)
-        ).map(each => each.outerHTML)"""
+TREE = r"""
+- main:
+  - heading "mmprefill" [level=1]
+  - log "chatbot conversation":
+    - button "Picture 1 of this conversation"
+    - text: /You. What is this\? Answer. ./
+  - group "Multimedia input field":
+    - button "Upload a file"
+    - textbox "Your question"
+    - button "Submit"
+  - button "Can you see a blue ring?"
+  - combobox "Prefill in chunks of": the whole prompt
+  - combobox "Answer with at most": 64 tokens
+  - combobox "Work of earlier turns": is reused
+  - button "New conversation"
+  - button "Download the KV cache"
+  - button "Continue from a KV file"
+  - region "What the pipeline did":
+    - heading "What the pipeline did" [level=2]
+    - term: Prompt
+    - definition: /tokens in 1 chunk/
+    - heading "Tokens by modality" [level=3]
+    - 'img /Prompt tokens: \d+ text, 49 image/'
+    - heading "Timeline of the lanes" [level=3]
+    - 'img /Timeline over .*: Intake .*, Vision .*, Text, merge .*, Decoder .*, Hand-over .*, Answer/'
+    - group: The timeline as a table
+    - heading "Reuse" [level=3]
+    - list
+    - heading "Next token, most probable first" [level=3]
+    - table:
+      - rowgroup:
+        - row "token probability"
+"""
+
+
+def test_a_screen_reader(user, picture):
+    """The accessibility tree: every part with its role, name and value, in order; charts in words, headings in steps.
+
+    An answer is announced once, when it is whole; until then the page says that it works on it.
+    """
+    user.page.evaluate(
+        """() => { window.heard = []; new MutationObserver(() => heard.push(document.querySelector('#said').innerText))
+            .observe(document.querySelector('#said'), {childList: true}); }"""
     )
-    assert nameless == []
+    user.ask("What is this?", picture())
+    answer = user.answer()
+    user.page.get_by_role("status").get_by_text(answer, exact=True).wait_for(state="attached")
+    assert user.page.evaluate("heard") == ["Answering.", answer]
+    assert user.page.get_by_role("log").get_attribute("aria-live") == "off"
+    from playwright.sync_api import expect
+
+    expect(user.page.locator("body")).to_match_aria_snapshot(TREE)
+    levels = user.page.evaluate("[...document.querySelectorAll('h1,h2,h3,h4')].map(each => Number(each.tagName[1]))")
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
     assert user.page.locator("html").get_attribute("lang") == "en"
-    assert user.page.get_by_role("heading", level=1).count() == 1
-    assert user.page.get_by_role("log").count() == 1
+    user.page.get_by_label("Prefill in chunks of").press("ArrowDown")
+    chosen = user.page.get_by_label("Prefill in chunks of").get_attribute("aria-activedescendant")
+    assert user.page.locator(f"[id='{chosen}'][role=option]").count() == 1
+
+
+def test_words_can_be_told_from_what_is_behind_them(user):
+    """Contrast of at least 4.5, light and dark; and the check finds a pale word."""
+    user.ask("Is a red circle red?")
+    assert user.answer()
+    for dark in (False, True):
+        user.page.evaluate("dark => document.body.classList.toggle('dark', dark)", dark)
+        assert user.page.evaluate(CONTRAST) == []
+    user.page.evaluate("document.querySelector('h1').style.color = '#475569'")
+    assert [text for text, _ in user.page.evaluate(CONTRAST)] == ["mmprefill"]
+
+
+FOCUS = """() => { const e = document.activeElement, style = getComputedStyle(e);
+    return [e.ariaLabel || e.innerText.trim(), style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) >= 2]; }"""
+FOCUSABLE = """() => [...document.querySelectorAll('button, input, textarea, select, a[href], summary, [tabindex]')].filter(
+    each => each.checkVisibility({visibilityProperty: true}) && each.type !== 'file' && each.tabIndex >= 0
+).map(each => each.ariaLabel || each.innerText.trim())"""
+
+
+def test_the_keyboard(user):
+    """Tab reaches every control once, in the order of the page, each with a visible frame; the keys are enough to ask."""
     user.box.focus()
     user.page.keyboard.type("Is a red circle red?")
     user.page.keyboard.press("Enter")
     assert user.answer()
-    user.box.focus()
-    names = []
-    for _ in range(14):
+    controls = user.page.evaluate(FOCUSABLE)
+    assert all(controls)
+    assert len(controls) >= 16
+    assert user.page.locator("[tabindex]:not([tabindex='0'], [tabindex='-1'])").count() == 0
+    user.page.evaluate("document.body.tabIndex = -1; document.body.focus()")  # where Tab begins
+    reached = []
+    for _ in controls:
         user.page.keyboard.press("Tab")
-        names.append(user.page.evaluate("(e => e.ariaLabel || e.innerText)(document.activeElement)").strip())
-    assert names[0] == "Submit"
-    wanted = ["Can you see a blue ring?", "Prefill in chunks of", "New conversation", "Continue from a KV file"]
-    assert [name for name in names if name in wanted] == wanted
+        reached.append(user.page.evaluate(FOCUS))
+    assert [name for name, _ in reached] == controls
+    assert [name for name, framed in reached if not framed] == []
     user.page.get_by_role("button", name="Can you see a blue ring?").focus()
     user.page.keyboard.press("Enter")
     user.panel.get_by_text("image 49").wait_for()
