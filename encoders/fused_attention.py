@@ -64,7 +64,7 @@ def attend(parts: Seq[Rows], scaling: float | None = None, *, causal: bool, wind
     first = parts[0]
     heads, _, width = first.query.shape
     scale = width**-0.5 if scaling is None else scaling
-    shape = _Shape(heads, first.key.shape[0], width, first.value.shape[2], scale, causal)
+    shape = Shape(heads, first.key.shape[0], width, first.value.shape[2], scale, causal)
     numbers = [number for part in parts for number in _numbers(part, window or 0)]
     function = kernels.function("attend", first.query.dtype)
     assert function is not None
@@ -72,7 +72,9 @@ def attend(parts: Seq[Rows], scaling: float | None = None, *, causal: bool, wind
         function((ctypes.c_int64 * len(numbers))(*numbers), len(parts), ctypes.byref(shape), torch.get_num_threads())
 
 
-class _Shape(ctypes.Structure):
+class Shape(ctypes.Structure):
+    """The kernel's `Shape`."""
+
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("heads", "groups", "width", "value_width")),
         ("scale", ctypes.c_float),

@@ -1,4 +1,4 @@
-// Kernels for a CPU with AVX-512: fused attention, and RMS norms in one pass.
+// Kernels for a CPU with AVX-512: fused attention, with what comes before it in a decoder's layer, and RMS norms in one pass.
 //
 // Attention: scores, softmax and the weighted sum of values never leave the cache.
 // A problem is one head's keys and values with every query row that looks at them. Its K is packed once as columns and
@@ -340,14 +340,71 @@ template <typename T> int run(const Segment *segments, int64_t count, const Shap
   return 0;
 }
 
-// RMS norms: in rows that are read once and stay in the first cache.
-
 inline __m512 widen(const float *from, __mmask16 which) { return _mm512_maskz_loadu_ps(which, from); }
 #ifdef __AVX512BF16__
 inline __m512 widen(const bf16 *from, __mmask16 which) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(which, from)), 16));
 }
 #endif
+
+// A decoder's layer: queries and keys are rotated, keys and values stored where they stay, and attention reads them there.
+
+struct Piece {  // one sequence's rows of a packed row, and its stored keys and values [groups, capacity, width]
+  int64_t start, rows, done, capacity;
+  void *key, *value;
+};
+
+inline __m512 rounded(__m512 x, float) { return x; }
+#ifdef __AVX512BF16__
+inline __m512 rounded(__m512 x, bf16) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
+}
+#endif
+
+// x cos + (-second half of x, first half of x) sin, rounded where transformers rounds; `to` may be `from`.
+template <typename T> void rotate(const T *from, const T *cos, const T *sin, T *to, int64_t width) {
+  int64_t half = width / 2;
+  for (int64_t i = 0; i < half; i += 16) {
+    __mmask16 which = lanes(0, half - i);
+    auto times = [&](__m512 x, const T *factor) { return rounded(_mm512_mul_ps(x, widen(factor, which)), T()); };
+    __m512 first = widen(from + i, which), second = widen(from + half + i, which);
+    store(to + i, _mm512_sub_ps(times(first, cos + i), times(second, sin + i)), which);
+    store(to + half + i, _mm512_add_ps(times(second, cos + half + i), times(first, sin + half + i)), which);
+  }
+}
+
+// query [rows, heads, width], rotated in place; key and value [rows, groups, width]; cos and sin [rows, width].
+template <typename T>
+int attend_packed(T *query, const T *key, const T *value, const T *cos, const T *sin, T *out, const Piece *pieces,
+                  int64_t count, const Shape &shape, int64_t window, int threads) {
+  int64_t heads = shape.heads, groups = shape.groups, width = shape.width;
+  std::vector<const Piece *> owner;
+  std::vector<Segment> segments;
+  for (const Piece *p = pieces; p < pieces + count; p++) {
+    owner.insert(owner.end(), p->rows, p);
+    int64_t first = p->start * heads * width, head = p->capacity * width;
+    segments.push_back({query + first, p->key, p->value, out + first, p->rows, p->done + p->rows, p->done, window,
+                        heads * width, width, width, head, width, head, heads * width, width});
+  }
+#pragma omp parallel for num_threads(threads) if (owner.size() * heads * width > 1 << 14)
+  for (int64_t row = 0; row < static_cast<int64_t>(owner.size()); row++) {
+    const T *c = cos + row * width, *s = sin + row * width;
+    for (int64_t head = 0; head < heads; head++) {
+      T *at = query + (row * heads + head) * width;
+      rotate(at, c, s, at, width);
+    }
+    const Piece &p = *owner[row];
+    for (int64_t group = 0; group < groups; group++) {
+      int64_t from = (row * groups + group) * width;
+      int64_t to = (group * p.capacity + p.done + row - p.start) * width;
+      rotate(key + from, c, s, static_cast<T *>(p.key) + to, width);
+      std::memcpy(static_cast<T *>(p.value) + to, value + from, width * sizeof(T));
+    }
+  }
+  return run<T>(segments.data(), count, shape, threads);
+}
+
+// RMS norms: in rows that are read once and stay in the first cache.
 
 // What is rounded where is transformers' order: x / rms is, before it is scaled; with `offset` (Gemma) it is not, and
 // the scale is 1 + weight.
@@ -386,6 +443,22 @@ extern "C" int attend_float(const Segment *segments, int64_t count, const Shape 
 extern "C" int attend_bf16(const Segment *segments, int64_t count, const Shape *shape, int threads) {
 #ifdef __AVX512BF16__
   return run<bf16>(segments, count, *shape, threads);
+#else
+  return 1;
+#endif
+}
+
+extern "C" int attend_packed_float(float *query, const float *key, const float *value, const float *cos,
+                                   const float *sin, float *out, const Piece *pieces, int64_t count, const Shape *shape,
+                                   int64_t window, int threads) {
+  return attend_packed(query, key, value, cos, sin, out, pieces, count, *shape, window, threads);
+}
+
+extern "C" int attend_packed_bf16(bf16 *query, const bf16 *key, const bf16 *value, const bf16 *cos, const bf16 *sin,
+                                  bf16 *out, const Piece *pieces, int64_t count, const Shape *shape, int64_t window,
+                                  int threads) {
+#ifdef __AVX512BF16__
+  return attend_packed(query, key, value, cos, sin, out, pieces, count, *shape, window, threads);
 #else
   return 1;
 #endif

@@ -128,6 +128,9 @@ def _ragged(plain: Callable[[torch.nn.Module], Callable[..., tuple[Tensor, Any]]
             if _masks.get() is not None:
                 raise RuntimeError(f"{type(module).__name__} dropped the keyword argument that carries the packed step")
             return plain(module)(module, query, key, value, attention_mask, **kwargs)
+        told = getattr(step, "told", None)
+        if told:
+            told(kwargs)
         return ragged_attention(step, module, query, key, value, **kwargs), None
 
     return attention

@@ -41,6 +41,13 @@ class SequenceKV:
         for buffer, new in zip(self.layers[layer], (key, value), strict=True):
             buffer[:, :, self.length : end] = new
 
+    def room(self, layer: int, like: Tensor, groups: int, width: int) -> tuple[Tensor, Tensor]:
+        """The buffers of a layer, allocated if they are not there, for a kernel that writes into them."""
+        if layer not in self.layers:
+            shape = (1, groups, self.capacity, width)
+            self.layers[layer] = (like.new_empty(shape), like.new_empty(shape))
+        return self.layers[layer]
+
     def _buffer(self, like: Tensor) -> Tensor:
         return like.new_empty(1, like.shape[1], self.capacity, like.shape[3])
 
@@ -122,6 +129,7 @@ class StepCache:
         self.rows = sum(piece.rows for piece in self.pieces)
         self.fresh = all(piece.done == 0 for piece in self.pieces)
         self.masks: dict[Any, Tensor | None] = {}
+        self._plain: dict[Any, bool] = {}
 
     # What transformers' decoders and mask builders ask of a cache.
 
@@ -155,6 +163,18 @@ class StepCache:
         kind = self.plan.kinds[layer]
         window = self.plan.window if kind == "sliding_attention" else None
         return window, self.plan.chunk if kind == "chunked_attention" else None
+
+    def plainly(self, layer: int, fewest: int) -> bool:
+        """Whether every piece is stored and causal in a layer, and those over stored keys have `fewest` rows or more."""
+        kind = self.plan.kinds[layer], fewest
+        if kind not in self._plain:
+            _, chunk = self.limits(layer)
+            self._plain[kind] = all(
+                piece.stored and segment.rule is None and (not chunk or piece.done + piece.rows <= chunk)
+                and (not piece.done or piece.rows >= fewest)
+                for piece, segment in zip(self.pieces, self.segments(layer), strict=True)
+            )  # fmt: skip
+        return self._plain[kind]
 
     def segments(self, layer: int) -> Iterator[Segment]:
         """The pieces, with the rule that holds in this layer."""

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmprefill.pipeline import norm
+from mmprefill.pipeline import norm, packed_attention
 
 FEWEST = 2**16  # weights in a layer worth packing: below, the call itself is what takes the time
 Activation = tuple[str, str]  # oneDNN's name, and which algorithm
@@ -120,10 +120,11 @@ def unpack(model: nn.Module) -> list[nn.Module]:
 @contextmanager
 def unpacked(model: nn.Module) -> Iterator[None]:
     """Within the block the model is as it was loaded."""
-    changed, norms = unpack(model), norm.undo(model)
+    changed, norms, layers = unpack(model), norm.undo(model), packed_attention.undo(model)
     try:
         yield
     finally:
+        packed_attention.redo(layers)
         if changed:
             pack(model)
         if norms:

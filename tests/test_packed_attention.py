@@ -1,0 +1,94 @@
+"""Attention layers in one kernel call give, and store, what the stock layers do."""
+
+import checkpoints
+import pytest
+import torch
+from test_parity import prepared_requests
+
+from mmprefill import PrefillConfig, Prefiller
+from mmprefill.encoders import kernels
+from mmprefill.pipeline import linear, packed_attention
+from mmprefill.pipeline.packed_attention import PackedAttention
+from mmprefill.results import unwrap
+
+SERVED = ("smolvlm", "idefics3", "llava_clip", "mistral3", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FRESH = PrefillConfig(prefix_bytes=0, encoder_bytes=0)
+LEFT = ("glm4v", "kimi_k25")  # rotated in pairs; latent keys
+
+
+def layers(prefiller):
+    modules = prefiller.session.family.decoder.modules()
+    return [module for module in modules if isinstance(vars(module).get("forward"), PackedAttention)]
+
+
+@pytest.fixture(autouse=True)
+def _kernel():
+    if kernels.function("attend_packed", torch.float32) is None:
+        pytest.skip("no kernel on this machine")
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_families_that_are_served(family):
+    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(family)) as prefiller:
+        assert len(layers(prefiller)) == prefiller.session.family.text_config.num_hidden_layers
+
+
+@pytest.mark.parametrize("family", LEFT)
+def test_families_that_are_not(family):
+    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(family)) as prefiller:
+        assert not layers(prefiller)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["smolvlm", "qwen3_vl", "mistral3"])
+def test_a_step_equals_the_stock_layers(family, dtype):
+    """KV and logits of several requests in a step, with the layers and without them."""
+    if kernels.function("attend_packed", torch.bfloat16 if dtype == "bf16" else torch.float32) is None:
+        pytest.skip("no kernel for this dtype on this machine")
+    with (
+        checkpoints.quiet(),
+        Prefiller.from_pretrained(checkpoints.cached(family), dtype=dtype, config=FRESH) as prefiller,
+    ):
+        requests = prepared_requests(prefiller)
+        fused = [unwrap(outcome) for outcome in prefiller.prefill_many(requests)]
+        assert packed_attention.undo(prefiller.session.family.model)
+        stock = [unwrap(outcome) for outcome in prefiller.prefill_many(requests)]
+        for one, other in zip(fused, stock, strict=True):
+            assert close(one.next_token_logits, other.next_token_logits, dtype)
+            for layer, pair in other.emitted.layers.items():
+                assert all(close(a, b, dtype) for a, b in zip(one.emitted.layers[layer], pair, strict=True))
+
+
+def close(a, b, dtype):
+    return float((a.float() - b.float()).abs().max()) <= (1e-5 if dtype == "fp32" else 0.05)
+
+
+def test_a_plain_model_is_given_back():
+    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached("smolvlm")) as prefiller:
+        model, found = prefiller.session.family.model, layers(prefiller)
+        assert found
+        with linear.unpacked(model):
+            assert not layers(prefiller)
+        assert layers(prefiller) == found
+
+
+def test_what_is_almost_like_it_is_left_alone():
+    """A layer that scales what it returns, and one that rotates with twice the sine."""
+    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached("smolvlm")) as prefiller:
+        family, plan = prefiller.session.family, prefiller.session.route.plan
+        packed_attention.undo(family.model)
+        one, other, *rest = [m for m in family.decoder.modules() if hasattr(m, "q_proj")]
+
+        class Scaled(type(one)):
+            def forward(self, *inputs, **named):
+                out, weights = super().forward(*inputs, **named)
+                return out * 1.002, weights
+
+        class Doubled(type(one)):
+            def forward(self, *inputs, position_embeddings, **named):
+                cos, sin = position_embeddings
+                return super().forward(*inputs, position_embeddings=(cos, 2 * sin), **named)
+
+        one.__class__, other.__class__ = Scaled, Doubled
+        prefiller.session.lane.call(packed_attention.fuse, family.decoder, plan)
+        assert layers(prefiller) == rest
