@@ -28,7 +28,7 @@ from mmprefill.errors import EngineClosedError
 from mmprefill.flow import Flow, Watch
 from mmprefill.metrics import SILENT, Observer, guarded
 from mmprefill.models import ModelBundle, load
-from mmprefill.pipeline import decode, linear, norm
+from mmprefill.pipeline import decode, linear, norm, packed_attention
 from mmprefill.pipeline.driver import Driver
 from mmprefill.pipeline.probe import choose_route
 from mmprefill.results import PrefillResult, Progress, Session
@@ -68,6 +68,8 @@ class AsyncPrefiller:
         if self.config.pack_weights:
             self._lanes.prefill.call(linear.pack, bundle.model)
             self._lanes.prefill.call(norm.fuse, bundle.model)
+            if route.plan:
+                self._lanes.prefill.call(packed_attention.fuse, self.family.decoder, route.plan)
         self.session = Session(bundle, self.family, route, self._lanes.prefill)
         self.intake = Intake(bundle.processor, self.family.placeholders, self.config, bundle.context)
         self._flow = Flow(self.session, self.intake, self.config, self._lanes, trace, guarded(observer))
