@@ -40,13 +40,14 @@ class PackedAttention:
         self.module, self.scaling, self.window = module, scaling, window
         self.layer, self.width = int(module.layer_idx), int(module.head_dim)  # type: ignore[arg-type]
         self.heads, self.groups = (child.out_features // self.width for child in _projections(module)[:2])
-        self.norms = [module._modules.get(name) for name in NORMS]
+        self.norms: list[Any] = [module._modules.get(name) for name in NORMS]
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """What the stock forward takes; the kernel for a packed step that it serves."""
-        step, tables = named.get(KEYWORD), named.get("position_embeddings")
-        hidden = inputs[0] if inputs else named.get("hidden_states")
-        if isinstance(step, StepCache) and named.get("cache") is step and self._served(hidden, tables):
+        step: Any = named.get(KEYWORD)
+        tables: Any = named.get("position_embeddings")
+        hidden: Any = inputs[0] if inputs else named.get("hidden_states")
+        if named.get("cache") is step and isinstance(step, StepCache) and self._served(hidden, tables):
             pieces = self._pieces(step, hidden)
             if pieces is not None:
                 return self.run(step, pieces, hidden, *tables), None
@@ -63,6 +64,7 @@ class PackedAttention:
         shape = Shape(self.heads, self.groups, self.width, self.width, self.scaling, True)
         window = self.window or step.limits(self.layer)[0] or 0
         function = kernels.function("attend_packed", hidden.dtype)
+        assert function is not None
         with record_function("mmprefill::attend") if profiler._is_profiler_enabled else nullcontext():
             function(
                 *(ctypes.c_void_p(t.data_ptr()) for t in (*tensors, out)), pieces, ctypes.c_int64(len(step.pieces)),
