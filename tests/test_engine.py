@@ -5,11 +5,12 @@ import threading
 import time
 
 import checkpoints
+import engines
 import pytest
 import torch
 from transformers import DynamicCache
 
-from mmprefill import AsyncPrefiller, Prefiller, Rendered, Request
+from mmprefill import Prefiller, Rendered, Request
 from mmprefill.errors import EngineClosedError, MediaError, PromptTooLongError, RequestError
 from mmprefill.metrics import Observer
 from mmprefill.results import PrefillResult, unwrap
@@ -17,7 +18,7 @@ from mmprefill.results import PrefillResult, unwrap
 
 @pytest.fixture
 def prefiller():
-    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached("smolvlm"), dtype="fp32") as prefiller:
+    with engines.open_prefiller("smolvlm") as prefiller:
         yield prefiller
 
 
@@ -97,9 +98,7 @@ def test_blocking_inside_a_running_loop(prefiller):
 
 def test_two_engines_and_two_loops():
     """Two engines in one process, one of them used from two threads with a loop each: equal results."""
-    with checkpoints.quiet():
-        engine = AsyncPrefiller.from_pretrained(checkpoints.cached("smolvlm"), dtype="fp32")
-        other = Prefiller.from_pretrained(checkpoints.cached("qwen2_5_vl"), dtype="fp32")
+    engine, other = engines.open_engine("smolvlm"), engines.open_prefiller("qwen2_5_vl")
     results = {}
 
     def use(name):
@@ -198,8 +197,7 @@ def test_requests_say_what_they_are():
 
 def test_the_callers_loop_goes_on():
     """While large pictures are prepared and requests run, the caller's own loop keeps time (G1; `benchmarks/lag.py`)."""
-    with checkpoints.quiet():
-        engine = AsyncPrefiller.from_pretrained(checkpoints.cached("smolvlm"))
+    engine = engines.open_engine("smolvlm")
     lags = []
 
     async def ticker():

@@ -18,7 +18,8 @@ import checkpoints
 import pytest
 import safetensors.torch
 import torch
-from transformers import AutoModelForImageTextToText, DynamicCache
+from engines import open_prefiller, plain
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer
 
 import mmprefill
@@ -31,19 +32,11 @@ PROMPT = "What is in this picture? Count 12 cats."
 NEW = 12
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def engine():
     """Family -> a running engine in float32, started once."""
-    with contextlib.ExitStack() as stack, checkpoints.quiet():
-        yield functools.cache(lambda family: stack.enter_context(Prefiller.from_pretrained(checkpoints.cached(family))))
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda family: stack.enter_context(open_prefiller(family)))
 
 
 @pytest.fixture(scope="module")
@@ -134,9 +127,7 @@ def test_cache_layers_come_back_to_the_last_bit(family, result, tmp_path):
 def test_plain_generate_needs_no_engine(family, result, tmp_path):
     """A model loaded by transformers goes on from the file with its own generate, to the same tokens."""
     artefact = mmprefill.load(result(family).save(tmp_path / "a"))
-    with checkpoints.quiet():
-        model = AutoModelForImageTextToText.from_pretrained(checkpoints.cached(family)).eval()
-    sequence = model.generate(**artefact.inputs(), do_sample=False, max_new_tokens=NEW - 1)[0]
+    sequence = plain(family)[0].generate(**artefact.inputs(), do_sample=False, max_new_tokens=NEW - 1)[0]
     assert tuple(sequence[artefact.manifest.length :].tolist()) == result(family).generate(NEW).token_ids
 
 
@@ -149,7 +140,7 @@ def test_a_resumed_artefact_can_be_saved_again(engine, result, tmp_path):
 
 def test_bfloat16_comes_back(tmp_path):
     """Tensors keep the model's dtype."""
-    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached("smolvlm"), dtype="bf16") as prefiller:
+    with open_prefiller("smolvlm", "bf16") as prefiller:
         first = prefiller.prefill(PROMPT, images=[checkpoints.picture(1)])
         again = prefiller.resume(first.save(tmp_path / "a"))
         assert again.cache.layers[0].keys.dtype == torch.bfloat16

@@ -10,8 +10,9 @@ import time
 import checkpoints
 import pytest
 import torch
+from engines import open_engine
 
-from mmprefill import AsyncPrefiller, PrefillConfig, Prefiller, Request
+from mmprefill import AsyncPrefiller, Prefiller, Request
 from mmprefill.encoders import vision
 from mmprefill.encoders.text import Intake
 from mmprefill.errors import DeadlineError, EngineClosedError, OutOfMemoryError, RequestError
@@ -22,8 +23,7 @@ from mmprefill.streams import Encoded
 
 @pytest.fixture
 def engine():
-    with checkpoints.quiet():
-        engine = AsyncPrefiller.from_pretrained(checkpoints.cached("smolvlm"), dtype="fp32")
+    engine = open_engine("smolvlm")
     yield engine
     engine.close()
 
@@ -50,8 +50,7 @@ def test_a_deadline_passes(engine, monkeypatch):
 
 def test_deadlines_run_at_the_door(monkeypatch):
     """A request that is still not let in when its deadline passes fails then, not when its turn comes."""
-    with checkpoints.quiet():
-        engine = AsyncPrefiller.from_pretrained(checkpoints.cached("smolvlm"), config=PrefillConfig(max_waiting=1))
+    engine = open_engine("smolvlm", max_waiting=1)
     original = driver.run_step
     monkeypatch.setattr(driver, "run_step", lambda *args: time.sleep(1) or original(*args))
 
@@ -169,9 +168,7 @@ def test_a_broken_order_fails_everyone(engine, monkeypatch):
 
 def test_the_door_holds_back(monkeypatch):
     """At most `max_waiting` requests are inside at once, and `admission_rate` a second come in."""
-    config = PrefillConfig(max_waiting=2, admission_rate=40)
-    with checkpoints.quiet():
-        engine = AsyncPrefiller.from_pretrained(checkpoints.cached("smolvlm"), config=config)
+    engine = open_engine("smolvlm", max_waiting=2, admission_rate=40)
     inside, most, original = 0, 0, engine.intake.prepare
 
     def prepare(request):
@@ -406,9 +403,8 @@ STAGES = {
 @pytest.mark.parametrize("stage", ["door", *STAGES, "prefix"])
 def test_leaving_at_any_stage(monkeypatch, stage):
     """A request cancelled at the door, in intake, tower, merge or step, or waiting for another's prefix, leaves nothing."""
-    with checkpoints.quiet():
-        config = PrefillConfig(max_waiting=1 if stage == "door" else 8, prefix_bytes=0 if stage == "merge" else 2**20)
-        engine = AsyncPrefiller.from_pretrained(checkpoints.cached("smolvlm"), dtype="fp32", config=config)
+    room = 1 if stage == "door" else 8
+    engine = open_engine("smolvlm", max_waiting=room, prefix_bytes=0 if stage == "merge" else 2**20)
     held = Held(monkeypatch, *STAGES.get(stage, (driver, "run_step")))
     request = Request(
         prompt="a beginning that is shared by both of them, and longer than one block", images=[checkpoints.picture(1)]
@@ -426,7 +422,7 @@ def test_leaving_at_any_stage(monkeypatch, stage):
     assert not engine._driver._moving
     assert engine._driver.batcher.jobs == []
     assert not stores.encoder._flying
-    assert engine._flow._door._value == config.max_waiting
+    assert engine._flow._door._value == room
     assert set(stores.prefix._wholes.values()) <= set(stores.prefix._kept)
     assert engine.start(request).result(60).next_token_logits.isfinite().all()
     engine.close()
@@ -457,9 +453,7 @@ def test_items_larger_than_every_budget(family):
     requests = [Request(prompt="larger", images=[checkpoints.picture(i)]) for i in range(2)]
     logits = []
     for sizes in ({}, {"step_tokens": 1, "vision_patches": 1}):
-        with checkpoints.quiet():
-            config = PrefillConfig(prefix_bytes=0, **sizes)
-            engine = AsyncPrefiller.from_pretrained(checkpoints.cached(family), dtype="fp32", config=config)
+        engine = open_engine(family, prefix_bytes=0, **sizes)
         outcomes = engine.submit(engine.prefill_many(requests)).result(120)
         logits.append(torch.stack([outcome.next_token_logits for outcome in outcomes]))
         engine.close()

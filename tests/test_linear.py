@@ -7,7 +7,7 @@ import checkpoints
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_parity import EVERY, FRESH, plain, prepared_requests
+from test_parity import EVERY, plain, prepared_requests
 from torch import nn
 
 from mmprefill import PrefillConfig, Prefiller
@@ -17,6 +17,8 @@ from mmprefill.results import unwrap
 
 if not torch.backends.mkldnn.is_available():
     pytest.skip("no oneDNN", allow_module_level=True)
+
+FRESH = PrefillConfig(prefix_bytes=0, encoder_bytes=0)  # every request computed, none looked up
 
 
 @pytest.fixture(autouse=True)
@@ -182,6 +184,22 @@ def test_weights_have_one_digest_and_can_be_saved(tmp_path):
             bundle.model.save_pretrained(tmp_path)
             bundle.processor.save_pretrained(tmp_path)
         assert load(tmp_path, device="cpu").fingerprint == fresh.fingerprint
+
+
+def test_a_tower_is_packed_when_its_first_picture_comes():
+    """Text leaves its weights where they are; the picture's result is that of a tower that is not packed."""
+    with checkpoints.quiet():
+        bundle, stock = (load(checkpoints.cached("smolvlm"), device="cpu") for _ in range(2))
+    with Prefiller(bundle) as prefiller, Prefiller(stock, PrefillConfig(pack_weights=False)) as plain:
+        tower = prefiller.session.family.base.vision_model
+        decoder = prefiller.session.family.decoder
+        linears = [module for module in tower.modules() if isinstance(module, nn.Linear)]
+        assert {type(module) for module in decoder.modules() if isinstance(module, nn.Linear)} == {linear.PackedLinear}
+        prefiller.prefill("only text")
+        assert {type(module) for module in linears} == {nn.Linear}
+        got, wanted = (each.prefill("look", images=[checkpoints.picture(1)]) for each in (prefiller, plain))
+        assert {type(module) for module in linears} == {linear.PackedLinear}
+        assert torch.allclose(got.next_token_logits, wanted.next_token_logits, atol=1e-4)
 
 
 def resident(name):

@@ -5,6 +5,7 @@ import json
 import shutil
 
 import checkpoints
+import engines
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,12 +13,11 @@ from hypothesis import strategies as st
 
 from mmprefill import Prefiller
 from mmprefill.config import PrefillConfig
-from mmprefill.encoders import families, vision
+from mmprefill.encoders import vision
 from mmprefill.encoders.text import Intake
 from mmprefill.errors import MediaError, ModelError, PlaceholderError, RequestError
 from mmprefill.models import load
 from mmprefill.pipeline import merge
-from mmprefill.pipeline.probe import choose_route
 from mmprefill.types import Request
 
 ALL = [*checkpoints.FAMILIES, *checkpoints.GENERIC]
@@ -29,11 +29,8 @@ PICTURE = checkpoints.picture(9, (70, 48))
 @functools.cache
 def loaded(family):
     """The plain model and processor, and another pair as the engine sees it."""
-    model, processor = checkpoints.load(checkpoints.cached(family))
-    described = families.describe(checkpoints.load(checkpoints.cached(family))[0])
-    with torch.inference_mode():
-        choose_route(described)
-    return model, processor, described, Intake(processor, described.placeholders, PrefillConfig(), 8192)
+    engine = engines.cold(family)
+    return *engines.plain(family), engine.session.family, engine.intake
 
 
 def kind(part):
@@ -168,7 +165,7 @@ def test_unknown_spans_are_empty():
 
 @functools.cache
 def prefiller(family):
-    return Prefiller.from_pretrained(checkpoints.cached(family))
+    return engines.open_prefiller(family)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -232,7 +229,7 @@ def test_the_order_of_frames_and_of_media_matters():
 
 @pytest.mark.parametrize("family", ["glm4v", "smolvlm"])
 def test_a_mixture_that_the_model_cannot_take_is_a_request_error(family):
-    with Prefiller.from_pretrained(checkpoints.cached(family)) as engine:
+    with engines.open_prefiller(family) as engine:
         good, bad = engine.prefill_many([request_of(["x"]), request_of(MIXTURES["a picture, a video"], id="r")])
         assert isinstance(bad, RequestError)
         assert "request 'r'" in str(bad)
@@ -386,9 +383,10 @@ ROW_SETTINGS = ("patch_size", "vision_feature_select_strategy", "num_additional_
 def test_rows_are_counted_by_the_models_settings_where_the_processor_has_none(edited, family):
     """Processors saved before transformers 4.47 do not say how many rows a picture has (B6)."""
     old = edited(family, processor=dict.fromkeys(ROW_SETTINGS))
-    with Prefiller.from_pretrained(old) as engine, Prefiller.from_pretrained(checkpoints.cached(family)) as whole:
-        request = Request(prompt="what is it?", images=[PICTURE])
-        assert torch.equal(engine.prefill(request).next_token_logits, whole.prefill(request).next_token_logits)
+    request = Request(prompt="what is it?", images=[PICTURE])
+    whole = engines.cold(family).prefill(request)
+    with Prefiller.from_pretrained(old) as engine:
+        assert torch.equal(engine.prefill(request).next_token_logits, whole.next_token_logits)
 
 
 @pytest.mark.parametrize("side", ["model", "processor"])
@@ -434,7 +432,7 @@ def test_requests_with_and_without_media_in_one_batch_equal_each_alone(family):
         Request(prompt="one, again", images=pictures[:1]),
         *([request_of(MIXTURES["one video"])] if family in VIDEO else []),
     ]
-    with Prefiller.from_pretrained(checkpoints.cached(family)) as engine:
+    with engines.open_prefiller(family) as engine:
         together = engine.prefill_many(requests)
         for request, result in zip(requests, together, strict=True):
             if request.id == "bad":
@@ -446,7 +444,7 @@ def test_requests_with_and_without_media_in_one_batch_equal_each_alone(family):
 
 
 def test_a_picture_past_the_models_ratio_fails_alone():
-    with Prefiller.from_pretrained(checkpoints.cached("qwen2_vl")) as engine:
+    with engines.open_prefiller("qwen2_vl") as engine:
         edge, past = engine.prefill_many(
             [Request(prompt="x", images=[checkpoints.picture(0, size)]) for size in ((600, 3), (603, 3))]
         )

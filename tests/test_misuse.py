@@ -7,23 +7,18 @@ import signal
 import threading
 import time
 
-import checkpoints
 import pytest
+from engines import open_prefiller
 
-from mmprefill import PrefillConfig, Prefiller, Rendered, Request
+from mmprefill import Rendered, Request
 from mmprefill.errors import EngineClosedError, MMPrefillError, RequestError
 from mmprefill.pipeline import driver
 from mmprefill.results import PrefillResult
 
 
-def open_prefiller(**settings):
-    with checkpoints.quiet():
-        return Prefiller.from_pretrained(checkpoints.cached("smolvlm"), config=PrefillConfig(**settings))
-
-
 @pytest.fixture(scope="module")
 def shared():
-    with open_prefiller() as prefiller:
+    with open_prefiller("smolvlm") as prefiller:
         yield prefiller
 
 
@@ -128,7 +123,7 @@ def test_a_stream_does_not_wait_for_a_slow_iterator(shared):
 
 def test_leaving_a_stream_cancels_the_rest(slow_steps):
     """A stream that is left half way leaves nothing running."""
-    with open_prefiller() as prefiller:
+    with open_prefiller("smolvlm") as prefiller:
         stream = prefiller.stream(Request(prompt=f"{i} " * 30, reuse=False) for i in range(60))
         next(stream)
         stream.close()
@@ -146,7 +141,7 @@ def interruptible():
 
 def test_interrupting_cancels(slow_steps, interruptible):
     """Ctrl-C ends a long call at once; closing does not finish it first."""
-    with open_prefiller(step_tokens=64) as prefiller:
+    with open_prefiller("smolvlm", step_tokens=64) as prefiller:
         requests = [Request(prompt=f"{i} " * 30, reuse=False) for i in range(60)]
         threading.Timer(0.3, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
         started = time.perf_counter()

@@ -3,8 +3,9 @@
 import checkpoints
 import pytest
 import torch
+from engines import open_prefiller
 
-from mmprefill import Prefiller, Request
+from mmprefill import Request
 from mmprefill.pipeline.onward import Onward
 
 FAMILIES = ["smolvlm", "qwen2_5_vl", "gemma3", "qwen3_5"]  # plain, M-RoPE, windows and two-way spans, generic
@@ -12,7 +13,7 @@ FAMILIES = ["smolvlm", "qwen2_5_vl", "gemma3", "qwen3_5"]  # plain, M-RoPE, wind
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def prefiller(request):
-    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(request.param)) as opened:
+    with open_prefiller(request.param) as opened:
         yield opened
 
 
@@ -45,7 +46,7 @@ def test_appended_text_equals_a_prompt_that_had_it(prefiller):
 
 def test_a_request_bounds_its_own_chunks():
     """`Request.chunk_tokens` cuts one request's prefill; the outcome is the same."""
-    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached("smolvlm")) as prefiller:
+    with open_prefiller("smolvlm") as prefiller:
         one = prefiller.prefill("hello " * 40, reuse=False)
         steps = prefiller._engine._driver.steps
         many = prefiller.prefill("hello " * 40, reuse=False, chunk_tokens=16)

@@ -3,10 +3,11 @@
 import random
 
 import checkpoints
+import engines
 import pytest
 import torch
 
-from mmprefill import PrefillConfig, Prefiller, Request
+from mmprefill import Request
 from mmprefill.encoders import vision
 from mmprefill.pipeline.merge import merge
 from mmprefill.pipeline.prefill import Chunk, Prefill, run_step
@@ -20,23 +21,12 @@ FIRST = ("smolvlm", "qwen3_vl", "gemma3")  # 1-D positions, M-RoPE with deepstac
 
 @pytest.fixture(params=EVERY)
 def prefiller(request):
-    with (
-        checkpoints.quiet(),
-        Prefiller.from_pretrained(checkpoints.cached(request.param), dtype="fp32", config=FRESH) as prefiller,
-    ):
-        yield prefiller
+    return engines.cold(request.param)
 
 
 @pytest.fixture(params=FIRST)
 def first(request):
-    with (
-        checkpoints.quiet(),
-        Prefiller.from_pretrained(checkpoints.cached(request.param), dtype="fp32", config=FRESH) as prefiller,
-    ):
-        yield prefiller
-
-
-FRESH = PrefillConfig(prefix_bytes=0, encoder_bytes=0)  # every request computed, none looked up
+    return engines.cold(request.param)
 
 
 def prepared_requests(prefiller):
@@ -61,16 +51,16 @@ def plain(prefiller, request, tokens=8):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_families_are_packed(family):
     """A family whose layers are all attention takes the packed path, found by the probe and not by name."""
-    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(family)) as prefiller:
-        assert prefiller.session.route.packed, prefiller.session.route.reason
+    route = engines.cold(family).session.route
+    assert route.packed, route.reason
 
 
 @pytest.mark.parametrize("family", list(checkpoints.GENERIC))
 def test_hybrids_are_generic(family):
     """A family with layers that mix along the row takes the generic path, with the reason."""
-    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(family)) as prefiller:
-        assert not prefiller.session.route.packed
-        assert "mix along the row" in prefiller.session.route.reason
+    route = engines.cold(family).session.route
+    assert not route.packed
+    assert "mix along the row" in route.reason
 
 
 def test_every_path_equals_transformers(prefiller):
@@ -93,18 +83,15 @@ def test_decoding_together_equals_alone(prefiller):
 @pytest.mark.parametrize("size", [1, 7])
 def test_chunked_equals_one_shot(family, size):
     """Chunks of any size, several sequences at different places: the same KV and logits; none ends in a two-way span."""
-    with (
-        checkpoints.quiet(),
-        Prefiller.from_pretrained(checkpoints.cached(family), dtype="fp32", config=FRESH) as prefiller,
-    ):
-        requests = prepared_requests(prefiller)
-        whole = [unwrap(outcome) for outcome in prefiller.prefill_many(requests)]
-        chunked = prefiller.session.lane.call(prefill_in_chunks, prefiller, requests, size)
-        for one, many in zip(whole, chunked, strict=True):
-            assert (one.next_token_logits - many.logits[-1][-1]).abs().max() <= 1e-4
-            for layer, pair in one.emitted.layers.items():
-                for a, b in zip(pair, many.kv.layers[layer], strict=True):
-                    assert (a - b).abs().max() <= 1e-4
+    prefiller = engines.cold(family)
+    requests = prepared_requests(prefiller)
+    whole = [unwrap(outcome) for outcome in prefiller.prefill_many(requests)]
+    chunked = prefiller.session.lane.call(prefill_in_chunks, prefiller, requests, size)
+    for one, many in zip(whole, chunked, strict=True):
+        assert (one.next_token_logits - many.logits[-1][-1]).abs().max() <= 1e-4
+        for layer, pair in one.emitted.layers.items():
+            for a, b in zip(pair, many.kv.layers[layer], strict=True):
+                assert (a - b).abs().max() <= 1e-4
 
 
 def prefill_in_chunks(prefiller, requests, size):
@@ -171,9 +158,8 @@ def test_embeddings(first):
 
 def test_next_position_under_mrope():
     """Under M-RoPE the next position is not the token count: a picture takes fewer positions than tokens."""
-    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached("qwen2_5_vl")) as prefiller:
-        result = prefiller.prefill("where am I?", images=[checkpoints.picture(1, (200, 150))])
-        assert result.next_position == int(result.positions.max()) + 1 < len(result.token_ids)
+    result = engines.cold("qwen2_5_vl").prefill("where am I?", images=[checkpoints.picture(1, (200, 150))])
+    assert result.next_position == int(result.positions.max()) + 1 < len(result.token_ids)
 
 
 def test_plain_forward_beside_a_packed_step(first):
@@ -192,10 +178,10 @@ def test_plain_forward_beside_a_packed_step(first):
 @pytest.mark.parametrize("family", ["gemma3", "paligemma", "smolvlm"])
 def test_chunks_end_anywhere_but_inside_a_two_way_span(family):
     """Each single picture stays whole in Gemma 3, a whole prompt in PaliGemma, and nothing more (D10)."""
-    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(family), dtype="fp32") as prefiller:
-        request = Request(prompt="two of them", images=[checkpoints.picture(1), checkpoints.picture(2)])
-        sequence = prefiller.session.lane.call(merged, prefiller, request)
-        spans = [run for runs in prefiller.prefill(request).spans for run in runs]
+    prefiller = engines.cold(family)
+    request = Request(prompt="two of them", images=[checkpoints.picture(1), checkpoints.picture(2)])
+    sequence = prefiller.session.lane.call(merged, prefiller, request)
+    spans = [run for runs in prefiller.prefill(request).spans for run in runs]
     expected = torch.ones(sequence.length + 1, dtype=torch.bool)
     for start, end in {"gemma3": spans, "paligemma": [(0, sequence.length)], "smolvlm": []}[family]:
         expected[start + 1 : end] = False
@@ -220,11 +206,7 @@ def test_half_precision_chunks(family, dtype):
     requests = [Request(prompt="word " * 30, images=[checkpoints.picture(1)]), Request(prompt="short")]
     logits = {}
     for name, settings in (("fp32", {}), (dtype, {}), (dtype, {"chunk_tokens": 7})):
-        config = PrefillConfig(prefix_bytes=0, encoder_bytes=0, **settings)
-        with (
-            checkpoints.quiet(),
-            Prefiller.from_pretrained(checkpoints.cached(family), dtype=name, config=config) as prefiller,
-        ):
+        with engines.open_prefiller(family, name, prefix_bytes=0, encoder_bytes=0, **settings) as prefiller:
             results = [unwrap(outcome) for outcome in prefiller.prefill_many(requests)]
             assert {layer.keys.dtype for each in results for layer in each.cache.layers} == {
                 prefiller.session.family.dtype

@@ -5,10 +5,11 @@ import functools
 
 import checkpoints
 import pytest
+from engines import cold, open_prefiller
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mmprefill import PrefillConfig, Prefiller, Request
+from mmprefill import Request
 from mmprefill.results import unwrap
 
 FAMILIES = list(checkpoints.FAMILIES)
@@ -16,27 +17,22 @@ TEXTS = st.text("abcdefghij <>é\n", min_size=1, max_size=120)
 
 
 @functools.cache
-def engines(family):
-    """One that computes every request alone, and some that chunk, pack, reuse and start early in different ways."""
+def others(family):
+    """Some that chunk, pack, reuse and start early in different ways."""
     settings = [
-        {"prefix_bytes": 0, "encoder_bytes": 0},
         {"chunk_tokens": 5, "step_tokens": 23, "early_tokens": 1, "policy": "shortest"},
         {"chunk_tokens": 17, "prefix_bytes": 150_000, "encoder_bytes": 20_000, "early_tokens": 8, "ageing": 0.01},
     ]
-    with checkpoints.quiet():
-        return [
-            Prefiller.from_pretrained(checkpoints.cached(family), dtype="fp32", config=PrefillConfig(**each))
-            for each in settings
-        ]
+    return [open_prefiller(family, **each) for each in settings]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def closed():
     yield
     for family in FAMILIES:
-        for engine in engines(family):
+        for engine in others(family):
             engine.close()
-    engines.cache_clear()
+    others.cache_clear()
 
 
 @st.composite
@@ -70,9 +66,9 @@ def request_of(prefiller, parts, **fields):
 @given(batch=requests(), leave=st.sets(st.integers(0, 4)), delay=st.floats(0, 0.01))
 def test_every_engine_agrees(family, batch, leave, delay):
     """Whatever is cancelled on the way, the rest has the logits and the KV that each request has alone."""
-    alone, *others = engines(family)
+    alone = cold(family)
     expected = [alone.prefill(request_of(alone, parts)) for parts in batch]
-    for prefiller in others:
+    for prefiller in others(family):
         outcomes = asyncio.run(some_leave(prefiller, batch, leave, delay))
         for wanted, outcome in zip(expected, outcomes, strict=True):
             if isinstance(outcome, asyncio.CancelledError):

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import checkpoints
+import engines
 import pytest
 import torch
 from PIL import Image
 
-from mmprefill import MediaLimits, Prefiller
+from mmprefill import MediaLimits
 from mmprefill.media import load_picture
-from mmprefill.models import load
 from mmprefill.results import unwrap
 
 PHOTOS = sorted((Path(__file__).resolve().parent.parent / "samples/photos").glob("*.jpg"))
@@ -36,12 +36,9 @@ def test_the_photographs_cover_what_cameras_write():
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)
 def test_photographs_equal_plain_transformers(family):
     """All photographs in one batch: the next-token logits are those of a single forward each."""
-    with checkpoints.quiet():
-        bundle = load(checkpoints.cached(family), dtype="fp32")
-    plain, processor = checkpoints.load(checkpoints.cached(family))
-    with Prefiller(bundle) as prefiller:
-        assert prefiller.session.route.packed
-        outcomes = prefiller.prefill_many({"prompt": QUESTION, "images": [photo]} for photo in PHOTOS)
+    prefiller, (plain, processor) = engines.cold(family), engines.plain(family)
+    assert prefiller.session.route.packed
+    outcomes = prefiller.prefill_many({"prompt": QUESTION, "images": [photo]} for photo in PHOTOS)
     for photo, result in zip(PHOTOS, map(unwrap, outcomes), strict=True):
         inputs = checkpoints.inputs_for(processor, [decoded(photo).to_pil(), QUESTION])
         assert result.token_ids.tolist() == inputs["input_ids"][0].tolist()

@@ -7,8 +7,9 @@ the medium, the last two are those behind it; numbers count from that first toke
 import checkpoints
 import pytest
 import torch
+from engines import open_prefiller
 
-from mmprefill import Prefiller, Request
+from mmprefill import Request
 
 MROPE = {"qwen2_vl": 28, "qwen2_5_vl": 28, "qwen3_vl": 32, "qwen3_vl_moe": 32, "glm4v": 28}  # pixels a token is wide
 WIDE = [  # 3 tokens wide, 2 high: the text goes on at 1 + 3
@@ -38,11 +39,6 @@ SECONDS_COUNT = [  # Qwen2.5-VL: 24 frames a second, 4 positions a second: the f
 FRAME = WIDE  # Qwen3-VL, GLM-4V: time is written into the text, and each grid counts as a picture
 
 
-def opened(family):
-    with checkpoints.quiet():
-        return Prefiller.from_pretrained(checkpoints.cached(family), dtype="fp32")
-
-
 def message(*parts):
     kinds = ["text" if isinstance(part, str) else "video" if isinstance(part, list) else "image" for part in parts]
     content = [{"type": kind, kind: part} for kind, part in zip(kinds, parts, strict=True)]
@@ -68,7 +64,7 @@ def test_pictures_count_as_their_longer_side(family):
     """A picture stands still in time, whatever the model's clock for videos; its rows and columns count from its start."""
     unit = MROPE[family]
     wide, tall = checkpoints.picture(1, (3 * unit, 2 * unit)), checkpoints.picture(2, (2 * unit, 3 * unit))
-    with opened(family) as prefiller:
+    with open_prefiller(family) as prefiller:
         result = prefiller.prefill(message("one", wide, "and two", tall, "what?"))
     (first,), (second,) = result.spans
     assert result.positions[:, 0].tolist() == [0, 0, 0]
@@ -93,7 +89,7 @@ def test_pictures_count_as_their_longer_side(family):
 def test_videos_count_as_the_family_says(family, table):
     unit = MROPE[family]
     frames = [checkpoints.picture(i, (3 * unit, 2 * unit)) for i in range(8)]
-    with opened(family) as prefiller:
+    with open_prefiller(family) as prefiller:
         result = prefiller.prefill(message("see", frames, "what?"))
     (runs,) = result.spans
     assert len(runs) == (4 if table is FRAME else 1)
@@ -104,7 +100,7 @@ def test_videos_count_as_the_family_says(family, table):
 
 @pytest.mark.parametrize("family", MROPE)
 def test_text_alone_counts_tokens(family):
-    with opened(family) as prefiller:
+    with open_prefiller(family) as prefiller:
         prefiller.prefill(message("first", checkpoints.picture(1), "leaves no offset on the model"))
         result = prefiller.prefill("only words here")
     assert result.positions.tolist() == [list(range(len(result.token_ids)))] * len(result.positions)
@@ -114,7 +110,7 @@ def test_text_alone_counts_tokens(family):
 @pytest.mark.parametrize("family", [name for name in checkpoints.FAMILIES if name not in MROPE])
 def test_where_the_count_begins(family):
     """One row that counts tokens: from one in PaliGemma, whose rule once leaked into Gemma 3, and from nought elsewhere."""
-    with opened(family) as prefiller:
+    with open_prefiller(family) as prefiller:
         result = prefiller.prefill("what is it?", images=[checkpoints.picture(1)])
     origin = 1 if family.startswith("paligemma") else 0
     count = len(result.token_ids)

@@ -5,8 +5,9 @@ import dataclasses
 import checkpoints
 import pytest
 import torch
+from engines import open_prefiller
 
-from mmprefill import Prefiller, Request
+from mmprefill import Request
 from mmprefill.errors import RequestError
 from mmprefill.pipeline import choices as scoring
 from mmprefill.pipeline.choices import runs_of
@@ -17,7 +18,7 @@ CHOICES = [" yes", " no, not at all", " no, not now", " no", " no, not", "x"]
 
 @pytest.fixture(scope="module", params=["smolvlm", "qwen2_5_vl", "gemma3", "kimi_k25", "qwen3_5"])
 def prefiller(request):
-    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached(request.param)) as prefiller:
+    with open_prefiller(request.param) as prefiller:
         yield prefiller
 
 
@@ -78,7 +79,7 @@ def test_runs_are_the_fewest():
 
 @pytest.fixture(scope="module")
 def smolvlm():
-    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached("smolvlm")) as prefiller:
+    with open_prefiller("smolvlm") as prefiller:
         yield prefiller
 
 

@@ -10,6 +10,7 @@ import checkpoints
 import pytest
 import torch
 from checkpoint_tokenizers import byte_level, sentencepiece_like
+from engines import plain as loaded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,11 +26,6 @@ WITH_TEMPLATE = [family for family in ALL if not family.startswith("paligemma")]
 # Qwen's byte-level BPE, Llama 3's with BOS, SmolLM's, a dummy prefix, Gemma's "▁", and no template at all.
 STYLES = ("qwen2_vl", "idefics3", "smolvlm", "llava_clip", "gemma3", "mistral3", "paligemma")
 WORD = "zqz"  # innocuous, and in no checkpoint's tokens
-
-
-@functools.cache
-def loaded(family):
-    return checkpoints.load(checkpoints.cached(family))
 
 
 @functools.cache
