@@ -69,7 +69,7 @@ class RayWorkers:
             raise ValueError("a disk budget is kept by the local engine only")
         self._ray, self._own = _ray()
         where = None if model is None else str(Path(model).absolute() if Path(model).exists() else model)
-        self._setup = self._ray.put(Setup(where, config or PrefillConfig(), dict(options), settings))
+        self._setup = self._ray.put(Setup(where, _anywhere(config or PrefillConfig()), dict(options), settings))
         self._engines, nodes = actors, [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         self._preparers, self._preparer, self._engine = shares(nodes, actors)
         self._about, self._intake = dict[str, Any](), None
@@ -143,6 +143,13 @@ def shares(nodes: Seq[Mapping[str, float]], engines: int) -> tuple[int, dict[str
         return max(1, min(left, HANDS * engines)), {"num_cpus": float(left > 0)}, {"num_gpus": 1.0}
     fits = (n for n in range(max(cpus), 1, -1) if sum(each // n for each in cpus) >= engines)
     return engines, {"num_cpus": 0.0}, {"num_cpus": float(next(fits, 1))}
+
+
+def _anywhere(config: PrefillConfig) -> PrefillConfig:
+    """Settings that mean the same whatever folder a process is in."""
+    roots = config.media.allowed_roots
+    absolute = None if roots is None else tuple(Path(root).absolute() for root in roots)
+    return replace(config, media=replace(config.media, allowed_roots=absolute))
 
 
 def _context(data: Any) -> Any:

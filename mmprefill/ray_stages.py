@@ -68,11 +68,9 @@ class Preparer(Stage):
         outcomes = retried([request for _, request in group.items], self._attempt, self._retries)
         made = [(Row(row.index, row.id, {}), each) for (row, _), each in zip(group.items, outcomes, strict=True)]
         failed = [failure(row, each) for row, each in made if isinstance(each, Exception)]
-        return replace(
-            group,
-            items=[(row, each) for row, each in made if isinstance(each, Prepared)],
-            failed=[*group.failed, *failed],
-        )
+        pictures: dict[Any, Any] = {}
+        items = [(row, _sharing(each, pictures)) for row, each in made if isinstance(each, Prepared)]
+        return replace(group, items=items, failed=[*group.failed, *failed])
 
     def _attempt(self, requests: Seq[Any]) -> list[Any]:
         return list(self._threads.map(self._prepared, requests))
@@ -112,6 +110,16 @@ class Engine(Stage):
         if served.records:
             served.seconds["intake"] += sum(each.seconds for _, each in items)
         return replace(group, items=(), failed=()), served
+
+
+def _sharing(prepared: Prepared, pictures: dict[Any, Any]) -> Prepared:
+    """With the arrays of an earlier row's pictures if they are the same: they then go on once (see `items._key`)."""
+    shown = tuple(item.digest for item in prepared.media)
+    arrays: Any = {
+        name: pictures.setdefault((name, array.shape, shown), array) if name.startswith("pixel_") else array
+        for name, array in prepared.inputs.items()
+    }
+    return replace(prepared, inputs=arrays)
 
 
 def _with_tensors(prepared: Prepared) -> Prepared:

@@ -1,7 +1,9 @@
 """A batch job on Ray is the same job."""
 
+import asyncio
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import checkpoints
 import pytest
@@ -10,7 +12,7 @@ from job_checks import NEAR, failures, files, records, same, same_cache, simple,
 from safetensors.torch import load_file
 
 import mmprefill
-from mmprefill import Request, job, ray_job
+from mmprefill import MediaLimits, PrefillConfig, Request, job, ray_job, ray_reader, ray_stages
 from mmprefill.cli import main
 from mmprefill.errors import DeadlineError, EngineClosedError, MMPrefillError
 from mmprefill.pipeline.kv_read import load as load_kv
@@ -120,6 +122,35 @@ def test_what_another_intake_prepared(prefiller, data):
     assert isinstance(late, DeadlineError)
 
 
+def test_the_reader_waits_for_room():
+    """So many groups are under way and no more; one that begins anew after it was lost passes where it did before."""
+
+    async def reading():
+        gate = ray_reader.Gate(2)
+        await gate.enter(0)
+        await gate.enter(1)
+        third = asyncio.ensure_future(gate.enter(2))
+        await asyncio.sleep(0.01)
+        assert not third.done()
+        await gate.leave()
+        await third
+        for number in range(3):
+            await asyncio.wait_for(gate.enter(number), 1)
+
+    asyncio.run(reading())
+
+
+def test_a_picture_goes_to_an_engine_once(prefiller, data):
+    """However many rows of a group show it; rows that show others keep their own."""
+    asked = [Request(prompt=f"{i}", images=[data / f"p{each}.png"]) for i, each in enumerate((1, 1, 1, 2))]
+    pictures = {}
+    sent = [ray_stages._sharing(prefiller.intake.prepare(each), pictures) for each in asked]
+    pixels = [each.inputs["pixel_values"] for each in sent]
+    assert [each is pixels[0] for each in pixels] == [True, True, True, False]
+    assert not torch.equal(sent[0].input_ids, sent[1].input_ids)
+    torch.testing.assert_close(pixels[3], prefiller.intake.prepare(asked[3]).inputs["pixel_values"])
+
+
 @pytest.mark.parametrize(
     "nodes, engines, given",
     [
@@ -134,6 +165,13 @@ def test_shares_fit_the_machines(nodes, engines, given):
     """An engine lies on one machine; nobody waits for a CPU that there is none of."""
     preparers, preparer, engine = ray_job.shares(nodes, engines)
     assert (preparers, preparer["num_cpus"], engine) == given
+
+
+def test_folders_are_meant_from_here():
+    """Wherever a process of the cluster is."""
+    config = PrefillConfig(media=MediaLimits(allowed_roots=(Path("pictures"),)))
+    assert ray_job._anywhere(config).media.allowed_roots == (Path("pictures").absolute(),)
+    assert ray_job._anywhere(PrefillConfig()) == PrefillConfig()
 
 
 def test_mistakes_with_ray(prefiller, data, tmp_path, monkeypatch):
