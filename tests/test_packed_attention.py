@@ -7,6 +7,7 @@ from test_parity import prepared_requests
 
 from mmprefill import PrefillConfig, Prefiller
 from mmprefill.encoders import kernels
+from mmprefill.models import load
 from mmprefill.pipeline import linear, packed_attention
 from mmprefill.pipeline.packed_attention import PackedAttention
 from mmprefill.results import unwrap
@@ -92,3 +93,12 @@ def test_what_is_almost_like_it_is_left_alone():
         one.__class__, other.__class__ = Scaled, Doubled
         prefiller.session.lane.call(packed_attention.fuse, family.decoder, plan)
         assert layers(prefiller) == rest
+
+
+def test_a_second_engine_on_the_same_model_packs_too():
+    """Its probe looks at the stock layers, whatever an engine before it has put behind them."""
+    with checkpoints.quiet():
+        bundle = load(checkpoints.cached("smolvlm"), device="cpu", dtype="fp32")
+    for _ in range(2):
+        with Prefiller(bundle) as prefiller:
+            assert prefiller.session.route.packed, prefiller.session.route.reason
