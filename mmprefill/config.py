@@ -76,7 +76,7 @@ class PrefillConfig:
         max_waiting: requests admitted at once; further ones wait at the door.
         admission_rate: requests admitted per second; None for no bound.
         encoder_bytes: encoder outputs kept for pictures that come back; 0 keeps none.
-        prefix_bytes: KV kept for prompts that share a beginning; 0 keeps none.
+        prefix_bytes: KV and logits kept for prompts that share a beginning; 0 keeps none.
         max_tokens: most prompt tokens of one request; None takes the model's context.
         max_picture_tokens: most of them that one picture or video may take.
         pack_weights: on a CPU, large linear layers keep their weights in oneDNN's layout, in place of the plain ones, and

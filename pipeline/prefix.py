@@ -22,6 +22,7 @@ from torch import Tensor
 from mmprefill.pipeline.kv_cache import SequenceKV
 
 BLOCK = 16  # tokens; a match is extended token by token behind its last block
+TOKEN = 160  # bytes that a chain takes for each of its tokens, placeholders with their picture's key included
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,12 @@ class Entry:
         """Rows that are there."""
         return self.kv.length if self.kv else 0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that keeping it takes."""
+        tensors = sum(each.nbytes for each in (self.logits, self.places) if each is not None)
+        return (self.kv.nbytes if self.kv else 0) + tensors + TOKEN * len(self.chain.tokens)
+
     def advance(self) -> None:
         """Tell those who wait that rows, or an end, came."""
         self.moved.set()
@@ -130,7 +137,7 @@ class PrefixStore:
     """Least recently used prompts up to a number of bytes.
 
     Args:
-        limit: most bytes of KV kept behind finished prompts; 0 keeps none.
+        limit: most bytes kept behind finished prompts; 0 keeps none.
     """
 
     def __init__(self, limit: int) -> None:
@@ -171,7 +178,7 @@ class PrefixStore:
         entry.kv.shared = True  # also if it is not kept: whoever found it on its way holds it
         entry.advance()
         self._index(entry)  # again: an entry that it shared blocks with may be gone by now
-        size = entry.kv.nbytes
+        size = entry.nbytes
         if size > self._limit or self._wholes[entry.chain.whole] is not entry:  # too large, or the same is there
             self._forget(entry)
             return

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import gc
 import time
+import tracemalloc
 
 import checkpoints
 import pytest
@@ -12,7 +13,7 @@ from engines import cold, open_engine, open_prefiller
 
 from mmprefill import Request
 from mmprefill.pipeline.kv_cache import SequenceKV
-from mmprefill.pipeline.prefix import BLOCK, PrefixStore, Spot, chain_of
+from mmprefill.pipeline.prefix import BLOCK, TOKEN, PrefixStore, Spot, chain_of
 from mmprefill.results import unwrap
 
 EXACT = 1e-4
@@ -227,6 +228,27 @@ def test_kept_outputs_hold_what_they_count(family):
         }
 
 
+def test_kept_prompts_take_what_they_count(smol):
+    """KV, logits and positions by the memory behind them; for the chain a number of bytes that holds."""
+    store = smol._engine._stores.prefix
+    before = store.nbytes
+    smol.prefill(LONG, images=[checkpoints.picture(77, (200, 200))])
+    entry = next(reversed(store._kept))
+    held = {
+        t.untyped_storage().data_ptr(): t
+        for t in (*tensors(list(entry.kv.layers.values())), entry.logits, entry.places)
+    }
+    tokens = len(entry.chain.tokens)
+    assert store.nbytes - before == sum(t.untyped_storage().nbytes() for t in held.values()) + TOKEN * tokens
+
+
+def test_a_chain_takes_no_more_than_is_counted_for_it():
+    tracemalloc.start()
+    chain = chain_of(list(range(10**6, 10**6 + 4096)), [Spot(b"k" * 32, ((100, 4000),))])
+    assert tracemalloc.get_traced_memory()[0] <= TOKEN * len(chain.tokens)
+    tracemalloc.stop()
+
+
 def tensors(value):
     if isinstance(value, torch.Tensor):
         return [value]
@@ -349,7 +371,7 @@ def test_a_block_outlives_the_prompt_that_brought_it():
         return entry
 
     common = list(range(BLOCK))
-    size = finished(PrefixStore(10**6), [*common, *range(100, 120)]).kv.nbytes
+    size = finished(PrefixStore(10**6), [*common, *range(100, 120)]).nbytes
     store = PrefixStore(2 * size)
     finished(store, [*common, *range(100, 120)])
     second = finished(store, [*common, *range(200, 220)])
