@@ -33,6 +33,7 @@ from mmprefill.job_serve import Server, Workers, check_choices, describe
 from mmprefill.job_settings import JobSettings
 from mmprefill.job_state import JobFolder, read_commit, write_whole
 from mmprefill.job_svg import stages_svg
+from mmprefill.pipeline import memory
 from mmprefill.prefiller import Prefiller
 
 STATE = 4096  # bytes of a part's state, without its files and errors
@@ -209,6 +210,7 @@ class _Job:
             self._folder.amend(before, [table, *files], errors)
         else:
             self._folder.commit(group.start, group.stop, group.digest, [table, *files], errors)
+        memory.give_back()
 
     def _check_errors(self) -> None:
         most = self._settings.max_errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 from collections.abc import Iterator
@@ -92,6 +93,13 @@ def _group_limits() -> Iterator[int]:
             yield int(Path("/sys/fs/cgroup", name).read_text(encoding="ascii"))
         except (OSError, ValueError):
             continue
+
+
+def give_back() -> None:
+    """Let go of memory that the allocator keeps for later, where it can (glibc): freed tensors lie between kept ones in
+    the heaps of several threads, and what is free there grows for as long as a job runs."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def choose(needs: Footprint, costs: Costs, memory: int, tokens: int | None = None) -> Budgets:
