@@ -63,10 +63,11 @@ class AsyncPrefiller:
         self.bundle, self.config = bundle, config or PrefillConfig()
         self.family = families.describe(bundle.model)
         self._lanes = Lanes.on(self.family.device, bundle.lock)
+        if self.config.pack_weights:  # first, or what the probe reads of the file would be in memory beside it
+            self._lanes.prefill.call(linear.pack_towers_later, self.family)
         route = self._lanes.prefill.call(choose_route, self.family)
         self._lanes.prefill.call(tower_attention.install, self.family.base, self.family.decoder)
         if self.config.pack_weights:
-            self._lanes.prefill.call(linear.pack, bundle.model)
             self._lanes.prefill.call(norm.fuse, bundle.model)
             if route.plan:
                 self._lanes.prefill.call(packed_attention.fuse, self.family.decoder, route.plan)

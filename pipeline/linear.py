@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmprefill.encoders.families import Family
 from mmprefill.pipeline import norm, packed_attention
 
 FEWEST = 2**16  # weights in a layer worth packing: below, the call itself is what takes the time
@@ -82,18 +83,20 @@ def _foreign(layer: nn.Linear, input: Tensor) -> bool:
     return input.dtype != layer.weight.dtype or (input.requires_grad and torch.is_grad_enabled())
 
 
-def pack(model: nn.Module) -> int:
+def pack(model: nn.Module, later: Collection[nn.Module] = ()) -> int:
     """Pack every linear layer that is large, plain, frozen and in evaluation mode; fuse MLPs made of such layers.
 
     Left alone: subclasses and adapters, layers with hooks or parametrisations, weights that something else shares (tied
-    embeddings), other devices and dtypes than CPU and bf16 or fp32. A model can be packed twice without harm.
+    embeddings), other devices and dtypes than CPU and bf16 or fp32, and what is in `later`. A model can be packed twice
+    without harm.
 
     Returns:
         How many layers were packed now.
     """
     owners = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     linears = [each for each in model.modules() if isinstance(each, nn.Linear)]
-    layers = [each for each in linears if _packable(each) and owners[id(each.weight)] == 1]
+    layers = [each for each in linears if each not in later and _packable(each) and owners[id(each.weight)] == 1]
+    layers.sort(key=lambda each: -each.weight.numel())  # the largest is in memory twice while little else is
     fusable: dict[Any, bool] = {}
     for mlp in [module for module in model.modules() if set(module.children()) & set(layers)]:
         _fuse(mlp, layers, fusable)
@@ -103,6 +106,25 @@ def pack(model: nn.Module) -> int:
         _set(layer, PackedLinear, torch.ops.mkldnn._reorder_linear_weight(weight))
         _forget(weight, files)
     return len(layers)
+
+
+def pack_towers_later(family: Family) -> None:
+    """Pack a model but for its towers, and those when one of its feature functions is first called: the weights of a
+    tower that never sees a picture stay in their file."""
+    inside = {family.model.get_output_embeddings(), *family.decoder.modules()}
+    towers = {module for module in family.base.modules() if module not in inside}
+    pack(family.model, towers if family.features and family.takes_encoded else ())
+    ready = cache(partial(pack, family.model))
+
+    def after_packing(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*inputs: Any, **named: Any) -> Any:
+            ready()
+            return function(*inputs, **named)
+
+        return call
+
+    family.features.update({medium: after_packing(function) for medium, function in family.features.items()})
 
 
 def unpack(model: nn.Module) -> list[nn.Module]:
