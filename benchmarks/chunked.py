@@ -4,7 +4,8 @@
     python benchmarks/chunked.py MODEL --tokens 4096 --chunks 512 1024 --rounds 2
     python benchmarks/chunked.py MODEL --what memory
 
-Time: our engine's own steps in one process, chunked and in one step by turns, so that the machine's moods meet both.
+Time: our engine's own steps in one process, chunked and in one step by turns, so that the machine's moods meet both; with
+--threads 1 the processor's seconds, which hardly change while others use the machine.
 Memory: each system in a process of its own under torch's profiler; the peak of all allocations while the prompt runs, less
 the keys and values that stay. Weights are allocated before. transformers runs one shot with last-position logits, which
 is what its own `generate` does. Prints a table and ends with one line of JSON.
@@ -120,10 +121,17 @@ def times(arguments: argparse.Namespace, chunks: list[int]) -> dict[str, float]:
         found: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(arguments.rounds):
             for name, chunk in ways.items():
-                started = time.perf_counter()
-                prefiller.session.lane.call(ours, prefiller, ids, chunk)
-                found[name].append(time.perf_counter() - started)
+                found[name].append(prefiller.session.lane.call(seconds_of, prefiller, ids, chunk))
+                print(f"{name}: {found[name][-1]:.2f} s", file=sys.stderr, flush=True)
     return {name: statistics.median(each) for name, each in found.items()}
+
+
+def seconds_of(prefiller: Prefiller, ids: list[int], chunk: int) -> float:
+    """On the lane's thread, which is the only one that computes if torch has one."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    started = clock()
+    ours(prefiller, ids, chunk)
+    return clock() - started
 
 
 # Memory.
