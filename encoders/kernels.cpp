@@ -426,8 +426,7 @@ void normalise(const T *x, const T *weight, T *out, int64_t rows, int64_t width,
       if (offset) {
         scale = _mm512_add_ps(scale, _mm512_set1_ps(1.f));
       } else {
-        store(to + i, part, which);
-        part = widen(to + i, which);
+        part = rounded(part, T());
       }
       store(to + i, _mm512_mul_ps(part, scale), which);
     }
