@@ -47,7 +47,8 @@ class PackedAttention:
         step: Any = named.get(KEYWORD)
         tables: Any = named.get("position_embeddings")
         hidden: Any = inputs[0] if inputs else named.get("hidden_states")
-        if named.get("cache") is step and isinstance(step, StepCache) and self._served(hidden, tables):
+        # a step of another kind watches what the stock layers do
+        if named.get("cache") is step and type(step) is StepCache and self._served(hidden, tables):
             pieces = self._pieces(step, hidden)
             if pieces is not None:
                 return self.run(step, pieces, hidden, *tables), None
