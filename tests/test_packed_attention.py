@@ -8,7 +8,6 @@ from test_parity import prepared_requests
 from mmprefill import PrefillConfig, Prefiller
 from mmprefill.encoders import kernels
 from mmprefill.models import load
-from mmprefill.models import load
 from mmprefill.pipeline import linear, packed_attention
 from mmprefill.pipeline.packed_attention import PackedAttention
 from mmprefill.results import unwrap
@@ -72,15 +71,6 @@ def test_a_plain_model_is_given_back():
         with linear.unpacked(model):
             assert not layers(prefiller)
         assert layers(prefiller) == found
-
-
-def test_another_engine_on_the_same_model_is_packed_too():
-    """What the probe of the route watches is the stock layers."""
-    bundle = load(checkpoints.cached("smolvlm"))
-    with checkpoints.quiet(), Prefiller(bundle) as one, Prefiller(bundle) as other:
-        assert one.session.route == other.session.route
-        assert other.session.route.packed
-        assert layers(other)
 
 
 def test_what_is_almost_like_it_is_left_alone():
