@@ -207,15 +207,15 @@ def _attention(bench: Bench, steps: Mapping[int, float]) -> float:
 
 def _stored(bench: Bench, steps: Mapping[int, float], pairs: float) -> float:
     """Seconds per stored key: a few tokens behind a long prefix against as many alone."""
-    few, past = SIZES[0], min(PAST, bench.intake.context - SIZES[0])
-    if bench.plan is None or past < PIECE:
+    plan, few, past = bench.plan, SIZES[0], min(PAST, bench.intake.context - SIZES[0])
+    if plan is None or past < PIECE:
         return 0.0
     kv, ids = SequenceKV(past + few), plain_ids(bench.family, few)
     arguments = text_arguments(bench.family, ids)
     embeds, positions = arguments.pop("inputs_embeds"), torch.arange(few, device=bench.family.device)[None]
 
     def run() -> None:
-        forward(bench.family, StepCache(_pieces([(kv, few, {})]), bench.plan), embeds, positions, arguments)
+        forward(bench.family, StepCache(_pieces([(kv, few, {})]), plan), embeds, positions, arguments)
 
     run()  # makes the buffers
     for pair in kv.layers.values():
