@@ -16,8 +16,9 @@ is opened, and the actors of a stream cannot be asked: a task of its own loads t
 the checkpoint's processor.
 
 The machines share the folder that the output goes to, and the pictures. A lost actor ends the job, which the same command
-goes on with. A cluster that was joined before (`ray.init`) is used and left as it is; else one is started on this machine
-and ended with the job. Nothing is reported to Ray's makers unless the environment asks for it.
+goes on with; a lost reader is run again. A cluster that was joined before (`ray.init`) is used and left as it is; else
+one is started on this machine and ended with the job. Nothing is reported to Ray's makers unless the environment asks
+for it.
 """
 
 from __future__ import annotations

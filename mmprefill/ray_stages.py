@@ -44,7 +44,7 @@ class Stage:
             return batch_of(group)
         try:
             if self._lost:
-                raise EngineClosedError(f"a Ray actor was lost ({type(self).__name__}), and with it what it was doing")
+                raise EngineClosedError("a Ray actor was lost, and with it what it was doing")
             return batch_of(self._work(group))
         except Exception as error:
             return batch_of(error)
