@@ -20,6 +20,7 @@ import json
 import math
 import os
 import random
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from PIL import Image
 
+from mmprefill import Request
 from mmprefill.pipeline import calibrate
 from mmprefill.pipeline import simulate as sim
 from mmprefill.pipeline.batcher import Batcher, text_first
@@ -116,7 +118,18 @@ def bench_of(prefiller: Any) -> calibrate.Bench:
 def measured(prefiller: Any) -> Costs:
     """Measured now, not taken from the cache: the machine's speed changes with its neighbours."""
     with quiet("calibration"):
-        return prefiller.session.lane.call(calibrate.measure, bench_of(prefiller))
+        costs = prefiller.session.lane.call(calibrate.measure, bench_of(prefiller))
+        return replace(costs, request=per_request(prefiller, costs))
+
+
+def per_request(prefiller: Any, costs: Costs) -> float:
+    """What a request takes through the whole engine beyond its step: threads, loop, and kernels for lengths not met yet."""
+    bare, beyond = replace(costs, request=0.0), []
+    for count in range(6, 60, 4):
+        request = Request(prompt=" ".join(f"{count * i % 997}" for i in range(count)))
+        tokens = len(prefiller.intake.prepare(request).input_ids)
+        beyond.append(loop_seconds(prefiller, Ask(request, tokens, ())) - sim.alone(sim.Arrival(0.0, tokens), bare))
+    return max(statistics.median(beyond), 0.0)
 
 
 def opened(arguments: argparse.Namespace, patches: int) -> Any:
@@ -163,7 +176,6 @@ def quiet(what: str) -> Iterator[None]:
 
 def live_requests(prefiller: Any, count: int, seed: int) -> Any:
     """Requests of the simulator's mix: different texts, pictures of noise that no cache has seen."""
-    from mmprefill import Request
     from mmprefill.encoders.vision import media_inputs
 
     draw = random.Random(seed)
