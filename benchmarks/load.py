@@ -9,7 +9,8 @@ A live run takes about 2.6 times the loop's own time: for minutes rather than a 
 
 `live` runs the requests through the loop, one at a time as fast as it goes, which gives its service times and its
 capacity; then through the engine, open loop, at a share of that capacity. The loop under load is that queue replayed:
-first come, one at a time, with the service times just measured. Prints Markdown tables and ends with a line of JSON.
+first come, one at a time, with the service times just measured. The simulator gets the calibrated costs, with a request's
+overhead and the tower's speed as the loop has shown them a minute ago: these machines drift. Prints Markdown tables and ends with a line of JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from PIL import Image
 
-from mmprefill import Request
 from mmprefill.pipeline import calibrate
 from mmprefill.pipeline import simulate as sim
 from mmprefill.pipeline.batcher import Batcher, text_first
@@ -118,18 +118,24 @@ def bench_of(prefiller: Any) -> calibrate.Bench:
 def measured(prefiller: Any) -> Costs:
     """Measured now, not taken from the cache: the machine's speed changes with its neighbours."""
     with quiet("calibration"):
-        costs = prefiller.session.lane.call(calibrate.measure, bench_of(prefiller))
-        return replace(costs, request=per_request(prefiller, costs))
+        return prefiller.session.lane.call(calibrate.measure, bench_of(prefiller))
 
 
-def per_request(prefiller: Any, costs: Costs) -> float:
-    """What a request takes through the whole engine beyond its step: threads, loop, and kernels for lengths not met yet."""
-    bare, beyond = replace(costs, request=0.0), []
-    for count in range(6, 60, 4):
-        request = Request(prompt=" ".join(f"{count * i % 997}" for i in range(count)))
-        tokens = len(prefiller.intake.prepare(request).input_ids)
-        beyond.append(loop_seconds(prefiller, Ask(request, tokens, ())) - sim.alone(sim.Arrival(0.0, tokens), bare))
-    return max(statistics.median(beyond), 0.0)
+def fitted(costs: Costs, asks: Sequence[Ask], service: Sequence[float]) -> Costs:
+    """The costs as the loop has just shown them: of a request by its texts, of the tower by the others."""
+    bare = replace(costs, request=0.0)
+    over = [seconds - sim.alone(as_arrival(ask), bare) for ask, seconds in zip(asks, service, strict=True)]
+    request = max(statistics.fmean(each for ask, each in zip(asks, over, strict=True) if not ask.patches), 0.0)
+    pictured = [(ask, each - request) for ask, each in zip(asks, over, strict=True) if ask.patches]
+    towers = sum(costs.tower(patches) for ask, _ in pictured for patches in ask.patches)
+    scale = 1 + sum(each for _, each in pictured) / towers
+    tower = replace(costs.tower, points=tuple((size, seconds * scale) for size, seconds in costs.tower.points))
+    return replace(costs, request=request, tower=tower)
+
+
+def as_arrival(ask: Ask, time: float = 0.0, number: int = 0) -> sim.Arrival:
+    """The simulator's picture of a live request."""
+    return sim.Arrival(time, ask.tokens, tuple((patches, (number, i)) for i, patches in enumerate(ask.patches)))
 
 
 def opened(arguments: argparse.Namespace, patches: int) -> Any:
@@ -158,6 +164,8 @@ def run_live(arguments: argparse.Namespace) -> Any:
         print(f"costs: {describe(costs)}\n")
         with quiet("the loop"):
             service = [loop_seconds(prefiller, ask) for ask in asks]
+        costs = fitted(costs, asks, service)
+        print(f"as the loop showed them: {describe(costs)}\n")
         cells = [live_cell(prefiller, asks, service, load, costs, arguments) for load in arguments.loads]
         again = sum(loop_seconds(prefiller, ask) for ask in asks[: len(asks) // 8])
         print(f"the loop after the runs over before: {again / sum(service[: len(asks) // 8]):.2f}\n")
@@ -176,6 +184,7 @@ def quiet(what: str) -> Iterator[None]:
 
 def live_requests(prefiller: Any, count: int, seed: int) -> Any:
     """Requests of the simulator's mix: different texts, pictures of noise that no cache has seen."""
+    from mmprefill import Request
     from mmprefill.encoders.vision import media_inputs
 
     draw = random.Random(seed)
@@ -209,8 +218,7 @@ def live_cell(
     draw, now, arrivals = random.Random(arguments.seed), 0.0, []
     for number, ask in enumerate(asks):
         now += draw.expovariate(rate)
-        pictures = tuple((patches, (number, i)) for i, patches in enumerate(ask.patches))
-        arrivals.append(sim.Arrival(now, ask.tokens, pictures))
+        arrivals.append(as_arrival(ask, now, number))
     loop = sim.by_class(replayed(arrivals, service))
     with quiet(f"the engine, load {load}"):
         finished = asyncio.run(open_loop(prefiller._engine, arrivals, [ask.request for ask in asks]))
