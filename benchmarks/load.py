@@ -10,7 +10,8 @@ A live run takes about 2.6 times the loop's own time: for minutes rather than a 
 `live` runs the requests through the loop, one at a time as fast as it goes, which gives its service times and its
 capacity; then through the engine, open loop, at a share of that capacity. The loop under load is that queue replayed:
 first come, one at a time, with the service times just measured. The simulator gets the calibrated costs, with a request's
-overhead and the tower's speed as the loop has shown them a minute ago: these machines drift. Prints Markdown tables and ends with a line of JSON.
+overhead and the tower's speed as the loop has shown them a minute before: these machines drift. Prints Markdown tables
+and ends with a line of JSON.
 """
 
 from __future__ import annotations
