@@ -225,8 +225,8 @@ def _stored(bench: Bench, steps: Mapping[int, float], pairs: float) -> float:
     return max(_seconds(run) - steps[few] - pairs * few * past, 0.0) / past
 
 
-def step_of(bench: Bench, lengths: list[int]) -> Callable[[], Any]:
-    """A decoder step of fresh text sequences of these lengths."""
+def step_of(bench: Bench, lengths: list[int], kvs: list[SequenceKV] | None = None) -> Callable[[], Any]:
+    """A decoder step of fresh text sequences of these lengths, stored in `kvs`, or in buffers that each call makes."""
     family, plan = bench.family, bench.plan
     ids = plain_ids(family, sum(lengths))
     if plan is None:
@@ -235,9 +235,12 @@ def step_of(bench: Bench, lengths: list[int]) -> Callable[[], Any]:
     arguments = text_arguments(family, ids)
     embeds = arguments.pop("inputs_embeds")
     positions = torch.cat([torch.arange(n, device=family.device) for n in lengths])[None]
-    return lambda: forward(
-        family, StepCache(_pieces((SequenceKV(n), n, {}) for n in lengths), plan), embeds, positions, arguments
-    )
+
+    def run() -> Any:
+        pieces = _pieces((kv, kv.capacity, {}) for kv in kvs or map(SequenceKV, lengths))
+        return forward(family, StepCache(pieces, plan), embeds, positions, arguments)
+
+    return run
 
 
 def plain_ids(family: Family, count: int) -> torch.Tensor:

@@ -94,8 +94,14 @@ def _layers(bench: Bench, tokens: int = 4) -> Iterator[LayerBytes]:
 
 def _step_bytes(bench: Bench) -> int:
     """Transient bytes per token, from steps of two sizes; what they store is counted apart."""
-    small, large = (peak(bench.family.device, step_of(bench, [64] * count)) for count in (2, 6))
+    small, large = (_step_peak(bench, [64] * count) for count in (2, 6))
     return max((large - small) // 256, 1)
+
+
+def _step_peak(bench: Bench, lengths: list[int]) -> int:
+    step = step_of(bench, lengths, [SequenceKV(n) for n in lengths])
+    step()  # makes the buffers
+    return peak(bench.family.device, step)
 
 
 def _patch_bytes(bench: Bench) -> int:

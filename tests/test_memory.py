@@ -140,7 +140,7 @@ def test_chunks_cost_further_steps_and_reading_what_is_stored():
 
 @given(st.floats(0, 1), st.floats(1e-6, 1e-3), st.floats(0, 1e-5))
 def test_the_chosen_chunk_is_the_least_that_loses_little(fixed, per_token, stored):
-    """A long prompt loses at most 2 % in chunks as large as the step, and in smaller ones more if that was the reason."""
+    """A long prompt loses little in chunks as large as the step, and in smaller ones more if that was the reason."""
     costs = Costs(Curve.line(fixed, per_token), COSTS.tower, stored=stored)
     step, why = memory.step_tokens(costs)
     assert costs.chunking(memory.LONG, step) <= memory.LOSS
