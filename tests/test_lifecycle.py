@@ -286,6 +286,7 @@ def test_a_result_is_given_when_the_device_has_it(engine, behind):
     first = engine.start(Request(prompt="first", reuse=False))
     wait_for(lambda: engine._driver.steps == 1)
     rest = [engine.start(request) for request in texts(3)]
+    wait_for(lambda: engine._driver.steps == 2)
     engine.submit(asyncio.sleep(0.1)).result(5)  # the loop is not held up
     assert not first.done()
     assert engine._driver.steps == 2
