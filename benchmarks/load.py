@@ -128,7 +128,7 @@ def fitted(costs: Costs, asks: Sequence[Ask], service: Sequence[float]) -> Costs
     over = [seconds - sim.alone(as_arrival(ask), bare) for ask, seconds in zip(asks, service, strict=True)]
     request = max(statistics.fmean(each for ask, each in zip(asks, over, strict=True) if not ask.patches), 0.0)
     pictured = [(ask, each - request) for ask, each in zip(asks, over, strict=True) if ask.patches]
-    towers = sum(costs.tower(patches) for ask, _ in pictured for patches in ask.patches)
+    towers = sum(costs.tower(patches) for ask, _ in pictured for patches in ask.patches) or 1.0
     scale = max(1 + sum(each for _, each in pictured) / towers, 0.0)  # a tiny tower is lost in the noise
     tower = replace(costs.tower, points=tuple((size, seconds * scale) for size, seconds in costs.tower.points))
     return replace(costs, request=request, tower=tower)
