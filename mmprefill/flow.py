@@ -33,6 +33,7 @@ from mmprefill.types import Prepared, Request, Reuse
 
 Watch = Callable[[Progress | None], None]
 STEP_TOKENS = 1024  # where nothing was measured
+PIXELS = 256 * 2**20  # bytes between intake and result, beyond which no further pictures are taken in
 
 
 class Flow:
@@ -64,6 +65,7 @@ class Flow:
         )
         self._text_stands_alone: bool | None = None  # learnt from the first request with media
         self._door = asyncio.Semaphore(config.max_waiting)
+        self._room = Room(PIXELS, config.intake_threads)
         rate = config.admission_rate
         self._rate = Throttler(rate_limit=1, period=1 / rate) if rate else None
 
@@ -91,9 +93,11 @@ class Flow:
         async with self._admitted(request, prepared.seconds if prepared else 0.0):
             clock.lap("queued")
             self._check_layers(request)
-            prepared = prepared or await self._prepare(request)
-            clock.lap("intake")
-            async with self._scheduled(prepared, watch) as (active, plan):
+            async with (
+                self._taken_in(request, prepared) as prepared,
+                self._scheduled(prepared, watch) as (active, plan),
+            ):
+                clock.lap("intake")
                 if plan.match and plan.match.whole and await plan.match.entry.finished():
                     return self._emit_stored(prepared, plan, clock)
                 if self._session.route.plan is None:
@@ -139,6 +143,23 @@ class Flow:
             raise RequestError(
                 f"request {request.id!r}: hidden_states must lie in [{-most - 1}, {most}] for this model, got {wrong}"
             )
+
+    @asynccontextmanager
+    async def _taken_in(self, request: Request, prepared: Prepared | None) -> AsyncIterator[Prepared]:
+        """The request after intake; what its pictures take is counted until the block is left. Text never waits here."""
+        if prepared is None and not _shows(request):
+            yield await self._prepare(request)
+            return
+        if prepared is None:
+            async with self._room.entrance():
+                prepared = await self._prepare(request)
+                size = self._room.take(prepared)
+        else:  # it is in memory already
+            size = self._room.take(prepared)
+        try:
+            yield prepared
+        finally:
+            self._room.leave(size)
 
     async def _prepare(self, request: Request) -> Prepared:
         prepare = self._trace.timed("", "intake", self._intake.prepare, request=request.id)
@@ -283,6 +304,48 @@ class Clock:
         """The time since the last lap belongs to `stage`."""
         now = time.perf_counter()
         self.laps[stage], self._last = now - self._last, now
+
+
+class Room:
+    """What the pictures of requests may take between intake and result.
+
+    Args:
+        limit: bytes, beyond which nobody enters.
+        doors: how many may be in the intake, where nobody knows yet what they will take.
+    """
+
+    def __init__(self, limit: int, doors: int) -> None:
+        self.limit, self.held = limit, 0
+        self._doors, self._left = asyncio.Semaphore(doors), asyncio.Event()
+
+    @asynccontextmanager
+    async def entrance(self) -> AsyncIterator[None]:
+        """Wait for a door, then for room."""
+        async with self._doors:
+            while self.held >= self.limit:
+                self._left.clear()
+                await self._left.wait()
+            yield
+
+    def take(self, prepared: Prepared) -> int:
+        """Count a request's tensors; returns their bytes."""
+        size = sum(tensor.nbytes for tensor in prepared.inputs.values())
+        self.held += size
+        return size
+
+    def leave(self, size: int) -> None:
+        """They are not needed any more."""
+        self.held -= size
+        self._left.set()
+
+
+def _shows(request: Request) -> bool:
+    """Whether a request has pictures, as far as can be told before it is checked."""
+    if isinstance(request.messages, (list, tuple)):
+        contents = [message.get("content") for message in request.messages if isinstance(message, Mapping)]
+        parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
+        return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
+    return any(isinstance(media, (list, tuple)) and media for media in (request.images, request.videos))
 
 
 def _taken(encoded: Mapping[str, Seq[Encoded[Any]]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from mmprefill import Prefiller, Rendered, Request
+from mmprefill import Prefiller, Rendered, Request, flow
 from mmprefill.errors import EngineClosedError, MediaError, PromptTooLongError, RequestError
 from mmprefill.metrics import Observer
 from mmprefill.results import PrefillResult, unwrap
@@ -216,3 +216,22 @@ def test_the_callers_loop_goes_on():
     asyncio.run(run())
     engine.close()
     assert sorted(lags)[len(lags) // 2] < 0.05
+
+
+def test_pictures_are_taken_in_as_there_is_room(monkeypatch):
+    """No further picture is prepared while those that are take more than they may; a text goes past them."""
+    monkeypatch.setattr(flow, "PIXELS", 1)
+    with engines.open_prefiller("smolvlm", intake_threads=1) as prefiller:
+        room, held = prefiller._engine._flow._room, []
+        take, lane = room.take, prefiller.session.lane
+        monkeypatch.setattr(room, "take", lambda prepared: (take(prepared), held.append(room.held))[0])
+        pictures = [Request(prompt=f"see {i}", images=[checkpoints.picture(i)]) for i in range(4)]
+        chat = [{"role": "user", "content": [{"type": "image", "image": checkpoints.picture(5)}]}]
+        bad = Request(prompt="nothing there", images=["/no/such/file.png"])
+        lane.submit(time.sleep, 0.2)
+        outcomes = prefiller.prefill_many([*pictures[:2], bad, *pictures[2:], chat, "only text"])
+        assert isinstance(outcomes.pop(2), MediaError)
+        assert all(unwrap(each).next_token_logits.isfinite().all() for each in outcomes)
+        assert len(held) == 5
+        assert max(held) < 2 * min(held)
+        assert room.held == 0
