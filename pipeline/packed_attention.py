@@ -78,6 +78,8 @@ class PackedAttention:
         if not isinstance(hidden, Tensor) or torch.is_grad_enabled() or not isinstance(tables, tuple):
             return False
         shape = (1, hidden.shape[-2], self.width)
+        if any(layer._forward_hooks for layer in (*_projections(self.module), *filter(None, self.norms))):
+            return False  # the kernel writes over what a hook may have kept
         alike = hidden.shape[0] == 1 and all(t.shape == shape and t.dtype == hidden.dtype for t in tables)
         return alike and kernels.function("attend_packed", hidden.dtype) is not None
 
@@ -136,6 +138,8 @@ def _alike(module: nn.Module) -> bool:
     own = "forward" in vars(module) or module._parameters or module.training
     if own or not set(PROJECTIONS) <= parts <= {*PROJECTIONS, *NORMS} or not isinstance(width, int) or width % 2:
         return False
+    if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:  # the probe's input is too small for it
+        return False
     layers = _projections(module)
     if not all(isinstance(layer, nn.Linear) and layer.weight.device.type == "cpu" for layer in layers):
         return False
@@ -165,10 +169,11 @@ def _proven(module: nn.Module, plan: LayerPlan) -> PackedAttention | None:
     try:
         fused = PackedAttention(module, 1.0, None)
         hidden = random(1, ROWS, _projections(module)[0].in_features)
+        places = torch.randint(0, 2**20, (1, ROWS), generator=draw)  # far ones too: some layers scale by position
         tables = random(1, ROWS, fused.width), random(1, ROWS, fused.width)
         past = random(1, fused.groups, PAST, fused.width), random(1, fused.groups, PAST, fused.width)
         step, stock = StepCache(_two(fused.layer, past), plan), _Watched(_two(fused.layer, past), plan)
-        named = {"position_embeddings": tables, "attention_mask": None, "position_ids": torch.arange(ROWS)[None]}
+        named = {"position_embeddings": tables, "attention_mask": None, "position_ids": places}
         wanted = type(module).forward(module, hidden, cache=stock, **named, **{KEYWORD: stock})[0]
         if any(stock.arguments.get(name) is not None for name in ("softcap", "s_aux")):
             return None

@@ -74,11 +74,11 @@ def test_a_plain_model_is_given_back():
 
 
 def test_what_is_almost_like_it_is_left_alone():
-    """A layer that scales what it returns, and one that rotates with twice the sine."""
+    """A layer that scales what it returns, or only far from the start, and one that rotates with twice the sine."""
     with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached("smolvlm")) as prefiller:
         family, plan = prefiller.session.family, prefiller.session.route.plan
         packed_attention.undo(family.model)
-        one, other, *rest = [m for m in family.decoder.modules() if hasattr(m, "q_proj")]
+        one, other, third, *rest = [m for m in family.decoder.modules() if hasattr(m, "q_proj")]
 
         class Scaled(type(one)):
             def forward(self, *inputs, **named):
@@ -90,9 +90,34 @@ def test_what_is_almost_like_it_is_left_alone():
                 cos, sin = position_embeddings
                 return super().forward(*inputs, position_embeddings=(cos, 2 * sin), **named)
 
-        one.__class__, other.__class__ = Scaled, Doubled
+        class Far(type(one)):
+            def forward(self, *inputs, position_ids, **named):
+                out, weights = super().forward(*inputs, position_ids=position_ids, **named)
+                return out * (1 + 0.1 * (position_ids >= 2**14)[..., None]), weights
+
+        one.__class__, other.__class__, third.__class__ = Scaled, Doubled, Far
         prefiller.session.lane.call(packed_attention.fuse, family.decoder, plan)
         assert layers(prefiller) == rest
+
+
+def test_what_a_hook_keeps_is_what_the_layer_made():
+    kept = []
+    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached("smolvlm"), config=FRESH) as prefiller:
+        query = layers(prefiller)[0].q_proj
+        query.register_forward_hook(lambda _, __, made: kept.append((made, made.clone())))
+        prefiller.prefill("what does it see?")
+    assert kept
+    assert all(torch.equal(made, copy) for made, copy in kept)
+
+
+def test_layers_that_clip_are_left_alone():
+    """The probe's input is too small to be clipped."""
+    with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached("smolvlm")) as prefiller:
+        module = layers(prefiller)[0]
+        del module.forward
+        assert packed_attention._alike(module)
+        module.config.clip_qkv = 8.0
+        assert not packed_attention._alike(module)
 
 
 def test_a_second_engine_on_the_same_model_packs_too():
