@@ -214,7 +214,10 @@ class _Job:
 
     def _check_errors(self) -> None:
         most = self._settings.max_errors
-        if most is not None and (failed := self._folder.failed) > most:
+        failed = (
+            self._report.failed if self._settings.retry_failed else self._folder.failed
+        )  # some are to be done again
+        if most is not None and failed > most:
             raise StopJob(f"{failed} rows have failed, more than the {most} that are allowed")
 
     def _settle(self) -> None:

@@ -112,6 +112,8 @@ class Plan:
     def _before(self, rows: Iterator[Row], done: Done) -> Iterator[_Part]:
         again = self.settings.retry_failed and done.failed > 0
         commit = read_commit(self.path, done.start) if again else None
+        if commit and commit.mark != done:  # a reader that was lost and is run again must not see other groups
+            raise JobError(f"{self.path}: rows were done again while they were read; the same command goes on")
         failed = {each["index"] for each in commit.errors} if commit else set()
         digest, kept, count = hashlib.blake2b(digest_size=16), list[Row](), 0
         for row in rows:

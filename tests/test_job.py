@@ -554,6 +554,20 @@ def test_failed_rows_are_done_again(heard, data, tmp_path, form):
     assert (done.ok, done.failed, done.skipped) == (0, 0, 11)
 
 
+def test_rows_to_be_done_again_have_not_failed_yet(heard, data, tmp_path):
+    """`max_errors` counts what fails in this run where rows of earlier ones are done again."""
+    rows = simple(8)
+    for i, row in enumerate(rows):
+        row["images"] = [f"soon{i}.png"]
+    settings = {"prefiller": heard, "part_rows": 2, "emit": ("topk",)}
+    source = write(data / "in.jsonl", rows)
+    assert mmprefill.run_job(source, tmp_path / "out", **settings).failed == 8
+    for i in range(8):
+        (data / f"soon{i}.png").write_bytes(png(data))
+    again = mmprefill.run_job(source, tmp_path / "out", retry_failed=True, max_errors=1, **settings)
+    assert (again.ok, again.failed, again.stopped) == (8, 0, "")
+
+
 def test_kv_goes_into_shards(prefiller, data, tmp_path):
     """Rows of a group share a file, up to a size; each row's record says where it is."""
     source = write(data / "in.jsonl", simple(12))
