@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -34,6 +35,7 @@ from mmprefill.types import Prepared, Request, Reuse
 Watch = Callable[[Progress | None], None]
 STEP_TOKENS = 1024  # where nothing was measured
 PIXELS = 256 * 2**20  # bytes between intake and result, beyond which no further pictures are taken in
+IN_TURN = ("text_first", "first_come")  # policies that let pictures through in the order in which they come
 
 
 class Flow:
@@ -65,7 +67,7 @@ class Flow:
         )
         self._text_stands_alone: bool | None = None  # learnt from the first request with media
         self._door = asyncio.Semaphore(config.max_waiting)
-        self._room = Room(PIXELS, config.intake_threads)
+        self._room = Room(PIXELS if config.policy in IN_TURN else math.inf, config.intake_threads)
         rate = config.admission_rate
         self._rate = Throttler(rate_limit=1, period=1 / rate) if rate else None
 
@@ -94,7 +96,7 @@ class Flow:
             clock.lap("queued")
             self._check_layers(request)
             async with (
-                self._taken_in(request, prepared) as prepared,
+                self._taken_in(request, prepared, clock) as prepared,
                 self._scheduled(prepared, watch) as (active, plan),
             ):
                 clock.lap("intake")
@@ -145,13 +147,14 @@ class Flow:
             )
 
     @asynccontextmanager
-    async def _taken_in(self, request: Request, prepared: Prepared | None) -> AsyncIterator[Prepared]:
+    async def _taken_in(self, request: Request, prepared: Prepared | None, clock: Clock) -> AsyncIterator[Prepared]:
         """The request after intake; what its pictures take is counted until the block is left. Text never waits here."""
         if prepared is None and not _shows(request):
             yield await self._prepare(request)
             return
         if prepared is None:
             async with self._room.entrance():
+                clock.lap("queued")
                 prepared = await self._prepare(request)
                 size = self._room.take(prepared)
         else:  # it is in memory already
@@ -303,7 +306,8 @@ class Clock:
     def lap(self, stage: str) -> None:
         """The time since the last lap belongs to `stage`."""
         now = time.perf_counter()
-        self.laps[stage], self._last = now - self._last, now
+        self.laps[stage] = self.laps.get(stage, 0.0) + now - self._last
+        self._last = now
 
 
 class Room:
@@ -314,7 +318,7 @@ class Room:
         doors: how many may be in the intake, where nobody knows yet what they will take.
     """
 
-    def __init__(self, limit: int, doors: int) -> None:
+    def __init__(self, limit: float, doors: int) -> None:
         self.limit, self.held = limit, 0
         self._doors, self._left = asyncio.Semaphore(doors), asyncio.Event()
 
