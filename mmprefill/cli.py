@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
@@ -35,6 +36,7 @@ def main(argv: Seq[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     except KeyboardInterrupt:
+        print("mmprefill: stopped; a batch job goes on where it was with the same command", file=sys.stderr)
         return 130
     except (MMPrefillError, OSError, ValueError) as error:
         print(f"mmprefill: {error}", file=sys.stderr)
@@ -83,7 +85,9 @@ def _add_run(commands: Any) -> None:
         "--requests", type=Path, metavar="JSONL", help="one request a line: prompt or messages, images, id"
     )
     parser.add_argument("--generate", type=int, default=0, metavar="N", help="also answer with at most N tokens")
-    parser.add_argument("--top", type=int, default=3, metavar="K", help="most probable next tokens to show (default 3)")
+    parser.add_argument(
+        "--top", type=_positive, default=3, metavar="K", help="likeliest next tokens to show (default 3)"
+    )
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write each KV cache there as ID.kv.safetensors")
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write what each lane did, for Perfetto or chrome://tracing"
@@ -282,6 +286,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
     asked = list(_asked(arguments))
     failed = 0
+    if arguments.save:
+        _check_names([each.request.id for each in asked])
     _check_plot(arguments.plot)
     trace = Trace() if arguments.trace or arguments.plot else OFF
     with _open(arguments, trace=trace) as prefiller:
@@ -324,8 +330,25 @@ def _plot(path: Path, chart: str, title: str, *data: Any) -> None:
 
 def _save(folder: Path, result: Any) -> str:
     folder.mkdir(parents=True, exist_ok=True)
-    name = "".join(c if c.isalnum() or c in "-_." else "_" for c in result.id)
-    return str(result.save(folder / f"{name}.kv.safetensors"))
+    return str(result.save(folder / _name(result.id)))
+
+
+def _name(id: str) -> str:
+    stem = "".join(c if (c.isascii() and c.isalnum()) or c in "-_." else "_" for c in id)
+    return f"{stem[:200]}.kv.safetensors"
+
+
+def _check_names(ids: Seq[str]) -> None:
+    name, count = Counter(map(_name, ids)).most_common(1)[0] if ids else ("", 0)
+    if count > 1:
+        raise ValueError(f"{count} requests would be saved as {name}: give them ids that differ in letters and digits")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be positive, got {number}")
+    return number
 
 
 def _asked(arguments: argparse.Namespace) -> Iterator[Asked]:

@@ -96,6 +96,7 @@ class JobSettings:
             raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {self.format!r}")
         if self.pooling not in POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {self.pooling!r}")
+        object.__setattr__(self, "emit", tuple(each for each in EMITS if each in self.emit))  # whatever their order
         if ("scores" in self.emit) != bool(self.choices):
             raise ValueError("scores and choices go together: emit scores, and list the choices")
 

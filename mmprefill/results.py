@@ -135,6 +135,8 @@ class PrefillResult:
 
     def top_tokens(self, k: int = 5) -> list[Token]:
         """The k most probable next tokens, most probable first; of equal ones the smaller id, as greedy decoding has it."""
+        if k < 1:
+            raise ValueError(f"k must be positive, got {k}")
         logprobs = self.next_token_logits.log_softmax(-1)
         least = logprobs.topk(min(k, len(logprobs))).values[-1]
         ids = (~(logprobs < least)).nonzero()[:, 0]  # in bf16 several are equal, and `topk` takes any of them

@@ -163,3 +163,21 @@ def test_help_helps(capsys):
             main([command, "--help"])
         assert stop.value.code == 0
         assert "--help" in capsys.readouterr().out
+
+
+def test_ids_that_are_odd(tmp_path, capsys):
+    """Numbers are ids as tables have them; two that would be one file are refused before anything runs."""
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text(
+        '{"id": 5, "prompt": "one"}\n{"id": "a/b", "prompt": "two"}\n{"id": "a_b", "prompt": "three"}\n'
+    )
+    assert main(["run", "--requests", str(requests), "--save", str(tmp_path / "kv")]) == 2
+    assert "2 requests would be saved as a_b.kv.safetensors" in capsys.readouterr().err
+    assert main(["run", "--requests", str(requests), "--json"]) == 0
+    assert [json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()] == ["5", "a/b", "a_b"]
+
+
+def test_no_next_token_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "hi", "--top", "0"])
+    assert "must be positive" in capsys.readouterr().err

@@ -59,7 +59,7 @@ def test_wrong_fields(fields):
 
 def test_ids_that_count_as_none():
     """Zero is an id like any other; nothing is none."""
-    assert Request(prompt="x", id=0).id == 0
+    assert Request(prompt="x", id=0).id == "0"
     assert Request(prompt="x").id.startswith("request-")
 
 
