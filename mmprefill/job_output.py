@@ -55,6 +55,12 @@ class Budget:
                 raise StopJob(f"the disk budget is used up: {count} bytes to write, {self.left} left")
             self.left -= count
 
+    def give(self, count: int) -> None:
+        """What was reserved and not written."""
+        with self._lock:
+            if self.left is not None:
+                self.left += count
+
 
 @dataclass
 class Served:
@@ -85,7 +91,7 @@ class Output:
 
     def serve(self, start: int, number: int, rows: Seq[Row], outcomes: Seq[Outcome]) -> Served:
         """Everything that is wanted of a group of a part; a row that cannot be emitted fails alone."""
-        served, tensors = Served(), dict[str, Tensor]()
+        served, tensors, reserved = Served(), dict[str, Tensor](), 0
         shards = ShardWriter(partial(self._shard_name, start, number), self._settings.kv_shard)
         made = zip(self._texts(outcomes), self._scores(outcomes), strict=True)
         for row, outcome, (text, scores) in zip(rows, outcomes, made, strict=True):
@@ -100,7 +106,8 @@ class Output:
                 record |= self._small(outcome, scores) | ({"text": text} if "text" in self._settings.emit else {})
                 mine = self._large(outcome)
                 if "kv" in self._settings.emit:
-                    record["kv"] = self._save_kv(shards, outcome)
+                    reserved += self._reserve(outcome)
+                    record["kv"] = self._name(Path(shards.add(outcome)))
             except Exception as error:
                 if is_fatal(error):
                     raise
@@ -110,6 +117,7 @@ class Output:
             served.records.append(record)
             _count(served, outcome)
         shards.flush()
+        self._budget.give(reserved - sum(path.stat().st_size for path in shards.files))
         served.files += shards.files
         if tensors:
             self._save_tensors(start, number, tensors, served)
@@ -165,10 +173,12 @@ class Output:
             name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
         }
 
-    def _save_kv(self, shards: ShardWriter, result: PrefillResult) -> str:
+    def _reserve(self, result: PrefillResult) -> int:
+        """Take from the budget what a row's KV may come to; returns it."""
         hidden = sum(states.nbytes for states in result.hidden_states.values())
-        self._budget.take(result.kv_bytes + result.next_token_logits.nbytes + hidden + HEADER)
-        return self._name(Path(shards.add(result)))
+        size = result.kv_bytes + result.next_token_logits.nbytes + hidden + HEADER
+        self._budget.take(size)
+        return size
 
     def _shard_name(self, start: int, group: int, number: int) -> Path:
         folder = self._folder / "kv"

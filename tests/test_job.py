@@ -765,6 +765,15 @@ def test_shared_pictures_are_encoded_once(heard, data, tmp_path):
     assert [each["index"] for each in records(tmp_path / "out")] == list(range(40))
 
 
+def test_a_budget_that_is_enough_is_enough(prefiller, data, tmp_path):
+    """What was reserved for a shard and is not in it can be used by the next."""
+    source = write(data / "in.jsonl", simple(24))
+    settings = {"prefiller": prefiller, "emit": ("kv",), "part_rows": 2, "window": 3}
+    whole = mmprefill.run_job(source, tmp_path / "free", **settings)
+    report = mmprefill.run_job(source, tmp_path / "out", disk_budget=whole.nbytes + 500_000, **settings)
+    assert (report.ok, report.stopped) == (24, "")
+
+
 def test_the_disk_budget_is_kept(prefiller, data, tmp_path):
     """The job stops before it writes more than it may; with more room it goes on."""
     source = write(data / "in.jsonl", simple(20))
