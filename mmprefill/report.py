@@ -96,7 +96,7 @@ def show_results(prefiller: Prefiller, records: Seq[Mapping[str, Any]]) -> None:
 
 
 def _cells(record: Mapping[str, Any], answered: bool) -> list[str]:
-    name = escape(record["id"])  # text of users and models is never markup
+    name = escape(record["id"].encode(errors="replace").decode())  # text of users and models is never markup
     if "error" in record:
         return [name, "-", "-", escape(f"{record['error']}: {record['message']}"), "-", *([""] if answered else [])]
     tokens = "\n".join(f"{count} {medium}" for medium, count in record["tokens"].items())

@@ -78,10 +78,6 @@ class Request:
             object.__setattr__(self, "id", str(self.id))
         if not isinstance(self.id, str):
             raise ValueError(f"a request's id must be text, got {self.id!r}")
-        try:
-            self.id.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"a request's id must be text, got {self.id!r}: {error.reason}") from error
         if not isinstance(self.priority, Integral):
             raise ValueError(f"request {self.id!r}: priority must be an integer, got {self.priority!r}")
         if self.deadline is not None and not (isinstance(self.deadline, Real) and self.deadline == self.deadline):
