@@ -214,9 +214,8 @@ class _Job:
 
     def _check_errors(self) -> None:
         most = self._settings.max_errors
-        failed = (
-            self._report.failed if self._settings.retry_failed else self._folder.failed
-        )  # some are to be done again
+        # where failed rows are done again, those of earlier runs have not failed yet
+        failed = self._report.failed if self._settings.retry_failed else self._folder.failed
         if most is not None and failed > most:
             raise StopJob(f"{failed} rows have failed, more than the {most} that are allowed")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmprefill.encoders.families import Family, objection
 from mmprefill.errors import UnsupportedModelError
-from mmprefill.pipeline import attention, packed_attention
+from mmprefill.pipeline import attention
 from mmprefill.pipeline.kv_cache import LayerPlan, SequenceKV, StepCache
 from mmprefill.pipeline.prefill import _pieces, forward, text_arguments
 
@@ -64,15 +64,12 @@ def choose_route(family: Family) -> Route:
     if any(getattr(m, "attn_temperature_tuning", False) and not m.use_rope for m in family.decoder.modules()):
         return Route(None, "some layers scale queries by their row index")
     before = family.decoder.config._attn_implementation
-    fused = packed_attention.undo(family.decoder)  # by another engine on the same model
     try:
         attention.install(family.decoder.config)
         return Route(replace(plan, direct=_probe(family, plan)))
     except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, UnsupportedModelError) as error:
         family.decoder.config._attn_implementation = before
         return Route(None, f"the packed row failed its check: {str(error).splitlines()[0]}")
-    finally:
-        packed_attention.redo(fused)
 
 
 def _probe(family: Family, plan: LayerPlan) -> bool:
