@@ -66,8 +66,9 @@ class PrefillConfig:
         policy: who runs first: "text_first" (text before pictures, with ageing), "first_come", "shortest" (least work
             left, with ageing) or "priority" (`Request.priority`).
         ageing: under "text_first" a request with pictures goes after the texts that come up to so many seconds later.
-        step_tokens: most tokens in one packed prefill step; a longer chunk still runs, alone. None takes what
-            `mmprefill plan` measured for this model on this machine, or 1024 where it never ran.
+        step_tokens: most tokens in one packed prefill step; a longer chunk still runs, alone. None takes
+            what is fast by the measurements of `mmprefill plan` on this machine, or 1024 where it never ran; where memory
+            is short, pass the smaller one that it prints.
         chunk_tokens: most tokens of one request in a step; None for no bound but the step's.
         early_tokens: a text of at least this many tokens before the first picture starts while pictures are encoded.
         vision_patches: most patches in one vision micro-batch; a larger picture still runs, alone. None chooses by
