@@ -24,6 +24,7 @@ from PIL import Image
 
 PEERS = ("vllm", "openvino")
 VARIANTS = {"a": "different pictures", "b": "4 pictures x 8 questions", "c": "text only"}
+SPLITTING = "do_image_splitting"
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,15 @@ class Measured:
         requests_per_s: requests per second, median of the repeats.
         first_token_s: median seconds of one request alone.
         peak_rss_mb: resident memory of its process, at its highest.
-        gflops: matrix-multiply rate seen in the same process, best of plain and prepacked oneDNN; 0 where not measured.
+        gflops: matrix-multiply rate seen in the same process, best of plain and prepacked oneDNN, of a large square and
+            of the model's own shapes; 0 where not measured.
         seconds: of each repeat.
         fraction: arithmetic of plain forwards (linear layers and attention, counted by torch) per second, over the best
             rate that any process of this variant saw; work that was not done because it was shared counts as done.
         stages: mean seconds of a request alone by stage (mmprefill only).
         kinds: shares of the time of requests alone by kind of operation (mmprefill only).
+        split: whether every picture was cut into tiles, whatever the checkpoint's own setting.
+        tokens: prompt tokens of one repeat, as the system counts them.
     """
 
     system: str
@@ -56,6 +60,13 @@ class Measured:
     fraction: float | None = None
     stages: Mapping[str, float] = field(default_factory=dict)
     kinds: Mapping[str, float] = field(default_factory=dict)
+    split: bool = False
+    tokens: int = 0
+
+    @property
+    def workload(self) -> str:
+        """The variant in words."""
+        return f"{VARIANTS[self.variant]}, split" if self.split and self.variant != "c" else VARIANTS[self.variant]
 
 
 @dataclass(frozen=True)
@@ -134,6 +145,23 @@ def _text(draw: random.Random) -> str:
     return " ".join(words[start : start + count])
 
 
+def tiles(model: str) -> dict[str, bool]:
+    """The setting by which the checkpoint's processor cuts pictures into tiles.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    from transformers import AutoProcessor
+
+    processor = getattr(AutoProcessor.from_pretrained(model), "image_processor", None)
+    if not hasattr(processor, SPLITTING):
+        raise ValueError(
+            f"--split: the image processor of {model!r} ({type(processor).__name__}) has no setting {SPLITTING!r}; "
+            "SmolVLM's and Idefics3's have"
+        )
+    return {SPLITTING: True}
+
+
 def compare(
     model: str,
     workload: Path,
@@ -145,14 +173,22 @@ def compare(
     dtype: str = "bf16",
     threads: int = 2,
     against: Seq[Peer] = (),
+    split: bool = False,
 ) -> Iterator[Measured]:
-    """Run the systems and peers side by side; yields one record per variant and system."""
+    """Run the systems and peers side by side; yields one record per variant and system.
+
+    With `split` every system cuts pictures into tiles; else as the checkpoint's processor is set.
+
+    Raises:
+        ValueError: to split, for a checkpoint whose processor cannot.
+    """
+    settings = json.dumps(tiles(model) if split else {})
     here = [sys.executable, "-m", "mmprefill.bench_worker"]
     starts = [(name, [*here, name, model]) for name in systems]
     peer = Path(__file__).with_name("bench_peer.py").read_text()  # as text: beside the file lies our own types.py
     starts += [(each.name, [each.python, "-c", peer, each.name, each.model or model]) for each in against]
     for variant in variants:
-        rest = [str(each) for each in (workload, variant, requests, dtype, threads)]
+        rest = [str(each) for each in (workload, variant, requests, dtype, threads, settings)]
         with ExitStack() as stack:
             workers = {name: stack.enter_context(_worker([*start, *rest], threads)) for name, start in starts}
             for _ in range(repeats):
@@ -162,8 +198,8 @@ def compare(
             work = next((worker.work for worker in workers.values() if worker.work), None)
             rate = max(row.gflops for row in measured) * 1e9
             for row in measured:
-                share = work / statistics.median(row.seconds) / rate if work and rate else None
-                yield row if share is None else replace(row, fraction=round(share, 3))
+                share = round(work / statistics.median(row.seconds) / rate, 3) if work and rate else None
+                yield replace(row, fraction=share, split=split)
 
 
 class _Worker:
@@ -189,7 +225,7 @@ class _Worker:
         return Measured(
             system, variant, round(tokens / middle, 1), round(requests / middle, 3), round(last["first_token_s"], 4),
             int(last["peak_rss_mb"]), round(last["gflops"]), tuple(round(s, 3) for s in seconds),
-            stages=last.get("stages", {}), kinds=last.get("kinds", {}),
+            stages=last.get("stages", {}), kinds=last.get("kinds", {}), tokens=tokens,
         )  # fmt: skip
 
     def _ask(self, order: str = "") -> dict[str, Any]:
@@ -227,12 +263,12 @@ def as_lines(rows: Seq[Measured]) -> str:
         ratio = f"{row.tokens_per_s / base[row.variant].tokens_per_s:.2f}" if row.variant in base else "-"
         share = "-" if row.fraction is None else f"{row.fraction:.0%}"
         lines.append(
-            f"| {VARIANTS[row.variant]} | {row.system} | {row.tokens_per_s:.0f} | {ratio} | {share} "
+            f"| {row.workload} | {row.system} | {row.tokens_per_s:.0f} | {ratio} | {share} "
             f"| {row.requests_per_s:.2f} | {row.first_token_s * 1000:.0f} | {row.peak_rss_mb} |"
         )
     for row in rows:
         if row.stages:
             stages = ", ".join(f"{name} {seconds * 1000:.0f} ms" for name, seconds in row.stages.items())
             kinds = ", ".join(f"{name} {share:.0%}" for name, share in row.kinds.items())
-            lines += ["", f"A request of {VARIANTS[row.variant]!r} alone: {stages}; {kinds}."]
+            lines += ["", f"A request of {row.workload!r} alone: {stages}; {kinds}."]
     return "\n".join([*lines, "", json.dumps([asdict(row) for row in rows])])

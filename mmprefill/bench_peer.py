@@ -23,10 +23,12 @@ Rows = list[dict[str, Any]]
 Run = Callable[[Rows], int]  # -> prompt tokens
 
 
-def main(system: str, model: str, workload: str, variant: str, requests: str, dtype: str, threads: str) -> None:
-    """Serve orders from standard input, one JSON line each."""
+def main(
+    system: str, model: str, workload: str, variant: str, requests: str, dtype: str, threads: str, settings: str
+) -> None:
+    """Serve orders from standard input, one JSON line each; `settings` is JSON of the processor's."""
     rows = load_rows(Path(workload), variant, int(requests))
-    run = {"vllm": vllm, "openvino": openvino}[system](model, dtype, int(threads))
+    run = {"vllm": vllm, "openvino": openvino}[system](model, dtype, int(threads), json.loads(settings))
     run(rows[:2])
     say({"ready": True})
     for order in sys.stdin:
@@ -63,7 +65,7 @@ def messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*picture, {"type": "text", "text": row["text"]}]}]
 
 
-def vllm(model: str, dtype: str, threads: int) -> Run:
+def vllm(model: str, dtype: str, threads: int, settings: dict[str, Any]) -> Run:
     """vLLM on a CPU, in this process."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -88,6 +90,7 @@ def vllm(model: str, dtype: str, threads: int) -> Run:
         enable_prefix_caching=True,
         mm_processor_cache_gb=1,
         limit_mm_per_prompt={"image": 1},
+        mm_processor_kwargs=settings or None,
         disable_log_stats=True,
         seed=0,
     )
@@ -107,16 +110,19 @@ def vllm(model: str, dtype: str, threads: int) -> Run:
     return run
 
 
-def openvino(model: str, dtype: str, threads: int) -> Run:
+def openvino(model: str, dtype: str, threads: int, settings: dict[str, Any]) -> Run:
     """OpenVINO on a folder that `optimum-cli export openvino` wrote."""
     hint = {"bf16": "bf16", "fp16": "f16", "fp32": "f32"}[dtype]
     options = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": hint, "PERFORMANCE_HINT": "LATENCY"}
     if "qwen" in json.loads((Path(model) / "config.json").read_text())["model_type"]:
+        assert not settings, "OpenVINO GenAI has a processor of its own, which takes no settings"
         return _continuous(model, options)
     from optimum.intel import OVModelForVisualCausalLM
     from transformers import AutoProcessor
 
     processor: Any = AutoProcessor.from_pretrained(model)
+    for name, value in settings.items():
+        setattr(processor.image_processor, name, value)
     loaded: Any = OVModelForVisualCausalLM.from_pretrained(
         str(Path(model).resolve()), device="CPU", ov_config={name: str(value) for name, value in options.items()}
     )

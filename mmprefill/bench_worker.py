@@ -7,6 +7,7 @@ import resource
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
@@ -23,11 +24,14 @@ Run = Callable[[Seq[Row], str], int]  # rows, a name that no two runs share -> p
 More = Callable[[Seq[Row]], dict[str, Any]]  # rows -> what else the system knows
 
 
-def main(system: str, model: str, workload: str, variant: str, requests: str, dtype: str, threads: str) -> None:
-    """Serve orders from standard input, one JSON line each."""
+def main(
+    system: str, model: str, workload: str, variant: str, requests: str, dtype: str, threads: str, settings: str
+) -> None:
+    """Serve orders from standard input, one JSON line each; `settings` is JSON of the processor's."""
     torch.set_num_threads(int(threads))
     rows = load_rows(Path(workload), variant, int(requests))
-    run, more = {"mmprefill": _mmprefill, "transformers": _transformers}[system](model, dtype)
+    start = {"mmprefill": _mmprefill, "transformers": _transformers}[system]
+    run, more = start(model, dtype, json.loads(settings))
     run(rows[:2], "warm-up")
     _say({"ready": True})
     for number, order in enumerate(sys.stdin):
@@ -38,7 +42,7 @@ def main(system: str, model: str, workload: str, variant: str, requests: str, dt
         _say({"seconds": time.perf_counter() - started, "tokens": tokens, "requests": len(rows)})
     alone = [_timed(partial(run, [row], "alone")) for row in rows[:4]]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    rate = gemm_gflops(DTYPES[dtype])
+    rate = max(gemm_gflops(DTYPES[dtype], *shape) for shape in [(2048, 2048), *linear_shapes(model)])
     _say({"first_token_s": statistics.median(alone), "peak_rss_mb": peak, "gflops": rate, **more(rows)})
 
 
@@ -57,11 +61,11 @@ def messages(row: Row) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*picture, {"type": "text", "text": row["text"]}]}]
 
 
-def _mmprefill(model: str, dtype: str) -> tuple[Run, More]:
+def _mmprefill(model: str, dtype: str, settings: Mapping[str, Any]) -> tuple[Run, More]:
     from mmprefill import Prefiller
     from mmprefill.results import unwrap
 
-    prefiller = Prefiller.from_pretrained(model, dtype=dtype)
+    prefiller = Prefiller.from_pretrained(model, dtype=dtype, processor_kwargs=dict(settings))
 
     def serve(rows: Seq[Row], salt: str) -> list[Any]:  # the salt keeps a repeat from living off the one before
         outcomes = prefiller.prefill_many([{"messages": messages(row), "salt": salt} for row in rows])
@@ -79,12 +83,12 @@ def _mmprefill(model: str, dtype: str) -> tuple[Run, More]:
     return run, more
 
 
-def _transformers(model: str, dtype: str) -> tuple[Run, More]:
+def _transformers(model: str, dtype: str, settings: Mapping[str, Any]) -> tuple[Run, More]:
     """The competent loop: one request at a time, last-position logits, no padding."""
     from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    processor = AutoProcessor.from_pretrained(model)
+    processor = AutoProcessor.from_pretrained(model, **settings)
     stock = AutoModelForImageTextToText.from_pretrained(model, dtype=DTYPES[dtype]).eval()
 
     def run(rows: Seq[Row], _: str = "") -> int:
@@ -136,16 +140,29 @@ def kinds_of(function: Callable[[], Any], lane: Callable[[Callable[[], Any]], An
     return {kind: round(share, 3) for kind, share in {**shares, "rest": max(0.0, 1 - sum(shares.values()))}.items()}
 
 
-def gemm_gflops(dtype: torch.dtype = torch.bfloat16, size: int = 2048) -> float:
-    """The machine's matrix-multiply rate: the better of torch's linear and oneDNN's with weights packed beforehand."""
-    a, w = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+def linear_shapes(model: str, most: int = 4) -> list[tuple[int, int]]:
+    """(inputs, outputs) of the linear layers that hold most of a checkpoint's weights; not the head, which sees one row."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        stock = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(model))
+    weights: Counter[tuple[int, int]] = Counter()
+    for module in stock.modules():
+        if isinstance(module, torch.nn.Linear) and module is not stock.get_output_embeddings():
+            weights[module.in_features, module.out_features] += module.weight.numel()
+    return [shape for shape, _ in weights.most_common(most)]
+
+
+def gemm_gflops(dtype: torch.dtype, inputs: int, outputs: int, rows: int = 2048) -> float:
+    """A linear layer's rate over `rows` rows: the better of torch's and oneDNN's with weights packed beforehand."""
+    a, w = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
     runs: list[Callable[[], Any]] = [lambda: torch.nn.functional.linear(a, w)]
     if torch.backends.mkldnn.is_available():
-        packed = torch.ops.mkldnn._reorder_linear_weight(w, size)
+        packed = torch.ops.mkldnn._reorder_linear_weight(w, rows)
         runs.append(lambda: torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], ""))
     with torch.inference_mode():
         best = min(statistics.median(_timed(run) for _ in range(7)) for run in runs)
-    return 2 * size**3 / best / 1e9
+    return 2 * rows * inputs * outputs / best / 1e9
 
 
 def _timed(function: Callable[[], Any]) -> float:

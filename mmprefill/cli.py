@@ -174,6 +174,8 @@ def _add_bench(commands: Any) -> None:
                         choices=["mmprefill", "transformers"], help="of this environment (default both)")  # fmt: skip
     parser.add_argument("--against", metavar="NAME=PYTHON[@FOLDER],...", default="",
                         help="peers in environments of their own: vllm, openvino (FOLDER is its export)")  # fmt: skip
+    parser.add_argument("--split", action="store_true", help="cut pictures into tiles (the processor's "
+                        "do_image_splitting); default: as the checkpoint says")  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table as .png or .html (extra 'plot')")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of tables")
     parser.set_defaults(run=_bench)
@@ -442,7 +444,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         for row in compare(
             str(arguments.model or BUNDLED), workload, variants=arguments.variants, requests=arguments.requests,
             repeats=arguments.repeats, dtype=arguments.dtype, threads=arguments.threads, systems=arguments.systems,
-            against=against,
+            against=against, split=arguments.split,
         ):  # fmt: skip
             rows.append(row)
             print(f"mmprefill: {row.system}, variant {row.variant}: {row.tokens_per_s} tokens/s", file=sys.stderr)

@@ -1,10 +1,13 @@
 """The benchmark's own parts: peers are named rightly, tables say what was measured, work is counted."""
 
 import json
+import shutil
 import sys
+from collections import Counter
 
 import checkpoints
 import pytest
+import torch
 
 from mmprefill import bench, bench_worker
 from mmprefill.bench import Measured, Peer
@@ -39,13 +42,72 @@ def test_workers_count_work_and_time(tmp_path):
     bench.make_workload(tmp_path, sources, requests=2)
     rows, model = bench_worker.load_rows(tmp_path, "a", 2), str(checkpoints.cached("smolvlm"))
     with checkpoints.quiet():
-        ours, more = bench_worker._mmprefill(model, "fp32")
-        plain, count = bench_worker._transformers(model, "fp32")
+        ours, more = bench_worker._mmprefill(model, "fp32", {})
+        plain, count = bench_worker._transformers(model, "fp32", {})
         assert ours(rows, "x") == plain(rows, "x")
         assert count(rows)["work"] > 1e6
         told = more(rows)
     assert set(told["stages"]) >= {"intake", "vision", "prefill"}
     assert sum(told["kinds"].values()) == pytest.approx(1, abs=0.01)
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """A checkpoint whose processor leaves pictures whole."""
+    folder = shutil.copytree(checkpoints.cached("smolvlm"), tmp_path / "smolvlm")
+    file = folder / "processor_config.json"
+    settings = json.loads(file.read_text())
+    settings["image_processor"]["do_image_splitting"] = False
+    file.write_text(json.dumps(settings))
+    return str(folder)
+
+
+def test_split_cuts_pictures_for_every_system(whole, tmp_path):
+    """Both see the same tokens, more of them than with pictures that are left whole."""
+    checkpoints.picture(1, (320, 240)).save(tmp_path / "source.png")
+    bench.make_workload(tmp_path, [tmp_path / "source.png"], requests=2)
+    rows, tokens = bench_worker.load_rows(tmp_path, "a", 2), []
+    with checkpoints.quiet():
+        for settings in ({}, bench.tiles(whole)):
+            ours, _ = bench_worker._mmprefill(whole, "fp32", settings)
+            plain, _ = bench_worker._transformers(whole, "fp32", settings)
+            tokens += [ours(rows, "x"), plain(rows)]
+    assert tokens[0] == tokens[1] < tokens[2] == tokens[3]
+
+
+@pytest.mark.timeout(300)
+def test_split_reaches_the_processes(whole, tmp_path):
+    checkpoints.picture(1, (320, 240)).save(tmp_path / "source.png")
+    bench.make_workload(tmp_path, [tmp_path / "source.png"], requests=1)
+    asked = {"variants": ["a"], "requests": 1, "repeats": 1, "dtype": "fp32", "threads": 1}
+    tokens = []
+    for split in (False, True):
+        found = list(bench.compare(whole, tmp_path, split=split, **asked))
+        assert [row.split for row in found] == [split] * 2
+        assert all(row.gflops and row.fraction for row in found)
+        tokens += [row.tokens for row in found]
+        assert ("different pictures, split" in bench.as_lines(found)) is split
+    assert tokens[0] == tokens[1] < tokens[2] == tokens[3]
+
+
+def test_a_processor_that_cannot_split_is_named():
+    with checkpoints.quiet(), pytest.raises(ValueError, match=r"Qwen2VLImageProcessor.*do_image_splitting"):
+        bench.tiles(str(checkpoints.cached("qwen2_vl")))
+
+
+def test_the_rate_is_of_the_models_own_shapes():
+    """Those of most weights, as the model has them; the head, which sees one row a request, is none of them."""
+    model = checkpoints.cached("smolvlm")
+    stock, _ = checkpoints.load(model)
+    layers = {m for m in stock.modules() if isinstance(m, torch.nn.Linear)} - {stock.get_output_embeddings()}
+    shapes = bench_worker.linear_shapes(str(model))
+    assert 0 < len(shapes) <= 4
+    assert set(shapes) <= {(m.in_features, m.out_features) for m in layers}
+    held = Counter()
+    for m in layers:
+        held[m.in_features, m.out_features] += m.weight.numel()
+    assert held[shapes[0]] == max(held.values())
+    assert bench_worker.gemm_gflops(torch.float32, *shapes[0], rows=8) > 0
 
 
 def test_a_worker_leaves_nothing_open():
