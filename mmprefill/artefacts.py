@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -59,48 +60,71 @@ def summary(artefact: Artefact) -> dict[str, Any]:
 
 
 def show(paths: Seq[Path], *, as_json: bool) -> int:
-    """Print the summaries."""
-    for about in (summary(artefact) for path in files_of(paths) for artefact in load_all(path)):
-        if as_json:
-            print(json.dumps(about))
-            continue
-        media = ", ".join(f"{m['medium']} {m['size'][1]} x {m['size'][0]}" for m in about["media"]) or "no media"
-        layers = ", ".join(f"{count} x {kind}" for kind, count in about["layers"].items())
-        size = human_bytes(about["bytes"])
-        print(f"{about['file']}: request {about['id']!r}, {about['tokens']} tokens, {media}, {size}")
-        print(f"  {about['model']} ({about['model_type']}, {about['dtype']}): {layers}; attention {about['attention']}")
-        print(f"  compatibility {about['compatibility']}; written by mmprefill {about['producer'].get('mmprefill')}")
-    return 0
+    """Print the summaries, and in their place what is wrong with those that have none; 1 if there are such."""
+    damaged = 0
+    for place, found in _requests(paths):
+        if isinstance(found, ArtefactError):
+            damaged += 1
+            if as_json:
+                print(json.dumps({"file": place, "damaged": str(found)}))
+            else:
+                print(f"mmprefill: {found}", file=sys.stderr)
+        elif as_json:
+            print(json.dumps(summary(found)))
+        else:
+            print("\n".join(_summary_lines(summary(found))))
+    return 1 if damaged else 0
+
+
+def _summary_lines(about: Mapping[str, Any]) -> Iterator[str]:
+    media = ", ".join(f"{m['medium']} {m['size'][1]} x {m['size'][0]}" for m in about["media"]) or "no media"
+    layers = ", ".join(f"{count} x {kind}" for kind, count in about["layers"].items())
+    size = human_bytes(about["bytes"])
+    yield f"{about['file']}: request {about['id']!r}, {about['tokens']} tokens, {media}, {size}"
+    yield f"  {about['model']} ({about['model_type']}, {about['dtype']}): {layers}; attention {about['attention']}"
+    yield f"  compatibility {about['compatibility']}; written by mmprefill {about['producer'].get('mmprefill')}"
 
 
 def verify(paths: Seq[Path], *, as_json: bool) -> int:
     """Read every tensor of every file against its checksum; 1 if one is damaged."""
     bad: dict[str, str] = {}
-    files = requests = 0
-    for files, path in enumerate(files_of(paths), 1):  # noqa: B007
-        count, damaged = _damaged(path)
-        requests += count
-        bad |= damaged
+    files, requests = list(files_of(paths)), 0
+    for requests, (place, found) in enumerate(_requests(files), 1):  # noqa: B007
+        error = found if isinstance(found, ArtefactError) else _fault(found)
+        if error is not None:
+            bad[place] = str(error)
     if as_json:
-        print(json.dumps({"files": files, "requests": requests, "damaged": bad}))
+        print(json.dumps({"files": len(files), "requests": requests, "damaged": bad}))
     else:
-        print("\n".join([*bad.values(), f"{files} files, {requests} requests, {len(bad)} damaged"]))
+        print("\n".join([*bad.values(), f"{len(files)} files, {requests} requests, {len(bad)} damaged"]))
     return 1 if bad else 0
 
 
-def _damaged(path: Path) -> tuple[int, dict[str, str]]:
-    """How many requests a file holds, and what is wrong with which; one that is damaged hides no other."""
-    try:
-        found = load_all(path)
-    except ArtefactError as error:
-        return 1, {str(path): str(error)}
-    bad = {}
-    for number in range(len(found)):
+def _requests(paths: Seq[Path]) -> Iterator[tuple[str, Artefact | ArtefactError]]:
+    """Every request by its place, or why it cannot be read; one that is damaged hides no other."""
+    for path in files_of(paths):
         try:
-            found[number].verify()
+            held = load_all(path)
         except ArtefactError as error:
-            bad[f"{path}{MARK}{number}" if len(found) > 1 else str(path)] = str(error)
-    return len(found), bad
+            yield str(path), error
+            continue
+        for number in range(len(held)):
+            yield f"{path}{MARK}{number}" if len(held) > 1 else str(path), _opened(held, number)
+
+
+def _opened(held: Seq[Artefact] | Shard, number: int) -> Artefact | ArtefactError:
+    try:
+        return held[number]
+    except ArtefactError as error:
+        return error
+
+
+def _fault(artefact: Artefact) -> ArtefactError | None:
+    try:
+        artefact.verify()
+    except ArtefactError as error:
+        return error
+    return None
 
 
 def differences(mine: Artefact, theirs: Artefact) -> dict[str, Any]:

@@ -229,7 +229,8 @@ def _add_batch(commands: Any) -> None:
 def _add_kv(commands: Any) -> None:
     parser = commands.add_parser("kv", help="stored KV: show what is in files, verify that they are whole, diff two")
     kinds = parser.add_subparsers(required=True, metavar="WHAT")
-    for name, text in (("show", "what is in each file"), ("verify", "read all; exit code 1 if a file is damaged")):
+    for name, text in (("show", "what is in each file"), ("verify", "read all, against the checksums")):
+        text += "; exit code 1 if one is damaged"
         command = kinds.add_parser(name, help=text)
         command.add_argument("files", nargs="+", type=Path, metavar="FILE", help="artefacts, or folders of them")
         command.add_argument("--json", action="store_true", help="JSON instead of text")

@@ -81,12 +81,26 @@ def test_mistakes(capsys, stored, tmp_path):
     damage(stored / "a.kv.safetensors", tmp_path / "bad.kv.safetensors")
     for arguments, said in (
         (["diff", stored / "a.kv.safetensors", tmp_path / "bad.kv.safetensors"], "checksum"),
-        (["show", tmp_path / "nothing.kv.safetensors"], "nothing.kv.safetensors"),
         (["show", checkpoints.cached("smolvlm")], "no .kv.safetensors file"),
     ):
         code, out = run(capsys, *arguments)
         assert code == 2
         assert said in out.err
+
+
+def test_show_goes_on_after_a_damaged_file(capsys, stored, tmp_path):
+    """What is whole is shown, what is not is named, and the exit code says so."""
+    (tmp_path / "a.kv.safetensors").write_bytes((stored / "a.kv.safetensors").read_bytes()[:-1])
+    (tmp_path / "b.kv.safetensors").write_bytes((stored / "b.kv.safetensors").read_bytes())
+    code, out = run(capsys, "show", tmp_path, stored / "nothing.kv.safetensors")
+    assert code == 1
+    assert "request 'b'" in out.out
+    assert "a.kv.safetensors: " in out.err
+    assert "nothing.kv.safetensors: " in out.err
+    code, out = run(capsys, "show", tmp_path, "--json")
+    told = [json.loads(line) for line in out.out.splitlines()]
+    assert (code, [each.get("id") for each in told]) == (1, [None, "b"])
+    assert "a.kv.safetensors" in told[0]["damaged"]
 
 
 def test_headers_of_every_length(tmp_path):
