@@ -22,6 +22,7 @@ from mmprefill.job_settings import JobSettings, extra
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".jp2", ".avif")
 TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+QUOTES = " (a quote that is not closed, or one inside a field that is not doubled?)"
 BATCH = 64  # rows read at once from columnar files
 HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", re.ASCII)
 Values = Mapping[str, Any]
@@ -151,12 +152,28 @@ def _parsed(line: bytes, where: str) -> Values | Exception:
 def _read_csv(path: str) -> Iterator[Values | Exception]:
     with opened(path) as file, _long_fields():
         text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        reader = csv.DictReader(text, delimiter="\t" if path.lower().endswith(".tsv") else ",")
+        # strict: else a quote that is never closed makes one field of the rest of the file, without a word
+        reader = csv.DictReader(text, delimiter="\t" if path.lower().endswith(".tsv") else ",", strict=True)
         try:
-            for values in reader:
-                yield _fields(values, f"{path}, line {reader.line_num}")
+            _ = reader.fieldnames  # reads the header
         except csv.Error as error:
-            raise ValueError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
+            raise ValueError(f"{path}, {_lines(1, reader.reader.line_num)}: not CSV: {error}{QUOTES}") from error
+        while (values := _next_of(reader, path)) is not None:
+            yield values
+
+
+def _next_of(reader: csv.DictReader[str], path: str) -> Values | Exception | None:
+    """The next row, or why it is none; after such a one the reader goes on with the next line."""
+    first = reader.reader.line_num + 1  # the inner one's count: the outer one's stands still where a row fails
+    try:
+        values = next(reader, None)
+    except csv.Error as error:
+        return RequestError(f"{path}, {_lines(first, reader.reader.line_num)}: not CSV: {error}{QUOTES}")
+    return None if values is None else _fields(values, f"{path}, {_lines(first, reader.reader.line_num)}")
+
+
+def _lines(first: int, last: int) -> str:
+    return f"line {first}" if first >= last else f"lines {first} to {last}"
 
 
 def _fields(values: Mapping[Any, Any], where: str) -> Values | Exception:

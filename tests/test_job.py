@@ -481,6 +481,21 @@ def test_tables_with_bad_lines(prefiller, data, tmp_path):
     assert report.exit_code == 1
 
 
+def test_quotes_that_are_not_closed(prefiller, data, tmp_path):
+    """They cost the rows that they swallow, by their lines; those after them are read where the quoting is right again."""
+    lines = ["prompt,image", "fine,p0.png", '"he said "hi" to me",p0.png', '"one', 'two",p0.png', '"open,p0.png']
+    lines += ['"closed",p0.png', "x,p0.png", '"open to the end,p0.png', "x,p0.png"]
+    (data / "in.csv").write_text("\n".join(lines))
+    report = mmprefill.run_job(data / "in.csv", tmp_path / "out", prefiller=prefiller)
+    assert (report.exit_code, [each["index"] for each in records(tmp_path / "out")]) == (1, [0, 2, 4])
+    for each, where in zip(failures(tmp_path / "out"), ("line 3", "lines 6 to 7", "lines 9 to 10"), strict=True):
+        assert each["error"] == "RequestError"
+        assert f"in.csv, {where}: not CSV" in each["message"]
+    (data / "header.csv").write_text('"prompt,image\nfine,p0.png\n')
+    with pytest.raises(ValueError, match=r"header\.csv, lines 1 to 2: not CSV"):
+        mmprefill.run_job(data / "header.csv", tmp_path / "other", prefiller=prefiller)
+
+
 # F4, F5, F6: resume.
 
 
