@@ -1,4 +1,4 @@
-"""Fused attention on a CPU with AVX-512 (`kernels.py`): one call takes every sequence of a packed row."""
+"""Fused attention on a CPU (`kernels.py`): one call takes every sequence of a packed row."""
 
 from __future__ import annotations
 

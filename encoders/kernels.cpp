@@ -1,20 +1,22 @@
-// Kernels for a CPU with AVX-512: fused attention, with what comes before it in a decoder's layer, and RMS norms in one pass.
+// Kernels for a CPU with AVX-512 or AVX2: fused attention, with what comes before it in a decoder's layer, and RMS norms in one pass.
 //
 // Attention: scores, softmax and the weighted sum of values never leave the cache.
 // A problem is one head's keys and values with every query row that looks at them. Its K is packed once as columns and
-// its V as rows, in panels of up to 64 numbers that a register tile of 6 x 64 consumes; then blocks of query rows run
-// over blocks of keys with a running maximum and sum, as in FlashAttention. bf16 numbers come in pairs along the axis
-// that is summed over (what vdpbf16ps multiplies), so a "unit" below is 4 bytes: two bf16 or one float.
+// its V as rows, in panels of P numbers that a register tile of 6 x P consumes (P is 64, with AVX2 16); then blocks of
+// query rows run over blocks of keys with a running maximum and sum, as in FlashAttention. Where the processor multiplies
+// bf16 numbers (vdpbf16ps) they come in pairs along the axis that is summed over, else as floats: a "unit" below is 4
+// bytes, two bf16 or one float.
 //
-//   queries 48 x W  x  K panel W x 64  ->  scores 48 x 256, fp32  ->  weights 48 x 256  x  V panel 256 x 64  ->  out
+//   queries 48 x W  x  K panel W x P  ->  scores 48 x 256, fp32  ->  weights 48 x 256  x  V panel 256 x P  ->  out
 
-#include <immintrin.h>
+#include "simd.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
+#include <new>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -23,11 +25,9 @@ namespace {
 constexpr int kTile = 6;             // query rows in a register tile
 constexpr int kRows = 8 * kTile;     // query rows in a block
 constexpr int kKeys = 256;           // keys in a block: 48 x 256 scores are 48 kB
-constexpr int kPanel = 64;           // columns in a panel: 4 registers
+constexpr int kPanel = kColumns * kLanes;  // columns in a panel
 constexpr int64_t kScratch = 8 << 20;  // bytes of packed K and V alive at a time, unless one head takes more
 constexpr float kNone = -INFINITY;
-
-using bf16 = uint16_t;
 
 // One sequence: rows of queries and the keys they may see. Strides count elements.
 struct Segment {
@@ -45,170 +45,133 @@ struct Shape {
   int causal;
 };
 
-template <typename T> constexpr int kPer = 4 / sizeof(T);  // elements in a unit
+#ifdef PAIRS
+template <typename T> using Packed = T;  // what numbers of a type are multiplied as
+#else
+template <typename T> using Packed = float;
+#endif
+
+template <typename P> constexpr int kPer = 4 / sizeof(P);  // elements in a unit
 
 int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-template <typename T> __m512 dot(__m512 sum, __m512i a, __m512i b);
-template <> inline __m512 dot<float>(__m512 sum, __m512i a, __m512i b) {
-  return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
-}
-#ifdef __AVX512BF16__
-template <> inline __m512 dot<bf16>(__m512 sum, __m512i a, __m512i b) {
-  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-}
-#endif
-
-// c[M][16 N] (+)= a[M][units] * b[units][kPanel]
-template <typename T, int M, int N>
+// c[M][kLanes N] (+)= a[M][units] * b[units][kPanel]
+template <typename P, int M, int N>
 void tile(const int32_t *a, int64_t a_row, const int32_t *b, int64_t units, float *c, int64_t c_row, bool add) {
-  __m512 sum[M][N];
+  Floats sum[M][N];
   for (int m = 0; m < M; m++)
-    for (int n = 0; n < N; n++) sum[m][n] = add ? _mm512_loadu_ps(c + m * c_row + 16 * n) : _mm512_setzero_ps();
+    for (int n = 0; n < N; n++) sum[m][n] = add ? load(c + m * c_row + kLanes * n) : zeros();
   for (int64_t u = 0; u < units; u++, b += kPanel) {
-    __m512i column[N];
-    for (int n = 0; n < N; n++) column[n] = _mm512_load_si512(b + 16 * n);
+    Units column[N];
+    for (int n = 0; n < N; n++) column[n] = load_units(b + kLanes * n);
     for (int m = 0; m < M; m++) {
-      __m512i row = _mm512_set1_epi32(a[m * a_row + u]);
-      for (int n = 0; n < N; n++) sum[m][n] = dot<T>(sum[m][n], row, column[n]);
+      Units row = all_units(a[m * a_row + u]);
+      for (int n = 0; n < N; n++) sum[m][n] = dot(sum[m][n], row, column[n], P());
     }
   }
   for (int m = 0; m < M; m++)
-    for (int n = 0; n < N; n++) _mm512_storeu_ps(c + m * c_row + 16 * n, sum[m][n]);
+    for (int n = 0; n < N; n++) store(c + m * c_row + kLanes * n, sum[m][n]);
 }
 
-template <typename T, int M>
+template <typename P, int M, int N = kColumns>
 void tile(int n, const int32_t *a, int64_t a_row, const int32_t *b, int64_t units, float *c, int64_t c_row, bool add) {
-  switch (n) {
-    case 1: return tile<T, M, 1>(a, a_row, b, units, c, c_row, add);
-    case 2: return tile<T, M, 2>(a, a_row, b, units, c, c_row, add);
-    case 3: return tile<T, M, 3>(a, a_row, b, units, c, c_row, add);
-    default: return tile<T, M, 4>(a, a_row, b, units, c, c_row, add);
-  }
+  if constexpr (N > 1)
+    if (n < N) return tile<P, M, N - 1>(n, a, a_row, b, units, c, c_row, add);
+  tile<P, M, N>(a, a_row, b, units, c, c_row, add);
 }
 
-template <typename T>
+template <typename P, int M = kTile>
 void tile(int m, int n, const int32_t *a, int64_t a_row, const int32_t *b, int64_t units, float *c, int64_t c_row,
           bool add) {
-  switch (m) {
-    case 1: return tile<T, 1>(n, a, a_row, b, units, c, c_row, add);
-    case 2: return tile<T, 2>(n, a, a_row, b, units, c, c_row, add);
-    case 3: return tile<T, 3>(n, a, a_row, b, units, c, c_row, add);
-    case 4: return tile<T, 4>(n, a, a_row, b, units, c, c_row, add);
-    case 5: return tile<T, 5>(n, a, a_row, b, units, c, c_row, add);
-    default: return tile<T, 6>(n, a, a_row, b, units, c, c_row, add);
-  }
+  if constexpr (M > 1)
+    if (m < M) return tile<P, M - 1>(m, n, a, a_row, b, units, c, c_row, add);
+  tile<P, M>(n, a, a_row, b, units, c, c_row, add);
 }
 
 // 2 ** x for x <= 0; the polynomial is exact to 2e-7, and to 4e-6 for what becomes bf16 anyway.
-template <typename T> __m512 exp2(__m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-127.f), x);  // in this order a NaN stays one
-  __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  __m512 rest = _mm512_sub_ps(x, whole);
-  __m512 sum;
-  if constexpr (sizeof(T) == 4) {
-    sum = _mm512_set1_ps(1.535336188e-4f);
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.339887440e-3f));
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(9.618437357e-3f));
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(5.550332548e-2f));
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(2.402264791e-1f));
+template <typename P> Floats exp2(Floats x) {
+  x = max(all(-127.f), x);  // in this order a NaN stays one
+  Floats whole = nearest(x), rest = sub(x, whole), sum;
+  if constexpr (sizeof(P) == 4) {
+    sum = all(1.535336188e-4f);
+    sum = fma(sum, rest, all(1.339887440e-3f));
+    sum = fma(sum, rest, all(9.618437357e-3f));
+    sum = fma(sum, rest, all(5.550332548e-2f));
+    sum = fma(sum, rest, all(2.402264791e-1f));
   } else {
-    sum = _mm512_set1_ps(9.570100e-3f);
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(5.592203e-2f));
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(2.402377e-1f));
+    sum = all(9.570100e-3f);
+    sum = fma(sum, rest, all(5.592203e-2f));
+    sum = fma(sum, rest, all(2.402377e-1f));
   }
-  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(6.931472028e-1f));
-  sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.f));
-  return _mm512_scalef_ps(sum, whole);
-}
-
-inline void store(float *to, __m512 x, __mmask16 which) { _mm512_mask_storeu_ps(to, which, x); }
-#ifdef __AVX512BF16__
-inline void store(bf16 *to, __m512 x, __mmask16 which) {
-  _mm256_mask_storeu_epi16(to, which, (__m256i)_mm512_cvtneps_pbh(x));
-}
-#endif
-
-__mmask16 lanes(int64_t from, int64_t to) {  // lanes [from, to), cut to 0..16
-  auto low = [](int64_t n) { return n <= 0 ? 0u : n >= 16 ? 0xffffu : (1u << n) - 1; };
-  return static_cast<__mmask16>(low(to) & ~low(from));
+  sum = fma(sum, rest, all(6.931472028e-1f));
+  sum = fma(sum, rest, all(1.f));
+  return times_power(sum, whole);
 }
 
 // Softmax of one row's scores[begin, end) of a block as weights; those around it up to `padded` become 0. Updates the
 // running maximum and sum, and returns what the sums so far have to be multiplied by.
-template <typename T>
-float soften(const float *scores, T *weights, int64_t begin, int64_t end, int64_t padded, float scale, float &most,
-             float &total) {
-  __m512 highest = _mm512_set1_ps(kNone);
-  for (int64_t k = begin & ~15; k < end; k += 16) {
-    __mmask16 which = lanes(begin - k, end - k);
-    highest = _mm512_mask_max_ps(highest, which, highest, _mm512_loadu_ps(scores + k));
-  }
-  float now = begin < end ? std::max(most, _mm512_reduce_max_ps(highest) * scale) : most;
+template <typename P>
+float soften(const float *scores, P *weights, int64_t begin, int64_t end, int64_t padded, float scale, float &most,
+             float &sum) {
+  Floats best = all(kNone);
+  for (int64_t k = begin / kLanes * kLanes; k < end; k += kLanes)
+    best = max(best, load(scores + k), lanes(begin - k, end - k));
+  float now = begin < end ? std::max(most, highest(best) * scale) : most;
   if (now == kNone) now = 0;  // nothing seen yet: all weights are 0
-  __m512 factor = _mm512_set1_ps(scale), shift = _mm512_set1_ps(now), sum = _mm512_setzero_ps();
-  for (int64_t k = 0; k < padded; k += 16) {
-    __mmask16 which = lanes(begin - k, end - k);
-    if (!which) {
-      store(weights + k, _mm512_setzero_ps(), 0xffff);
-      continue;
-    }
-    __m512 weight = exp2<T>(_mm512_fmsub_ps(_mm512_loadu_ps(scores + k), factor, shift));
-    weight = _mm512_maskz_mov_ps(which, weight);
-    sum = _mm512_add_ps(sum, weight);
-    store(weights + k, weight, 0xffff);
+  Floats factor = all(scale), shift = all(-now), part = zeros();
+  for (int64_t k = 0; k < padded; k += kLanes) {
+    Which which = lanes(begin - k, end - k);
+    Floats weight = zeros();
+    if (!none(which)) weight = only(exp2<P>(fma(load(scores + k), factor, shift)), which);
+    part = add(part, weight);
+    store(weights + k, weight, lanes(0, kLanes));
   }
   float keep = std::exp2(most - now);
-  total = total * keep + _mm512_reduce_add_ps(sum);
+  sum = sum * keep + total(part);
   most = begin < end ? now : most;
   return keep;
 }
 
-// 16 x 16 units: rows become columns. Each round moves the highest bit of the row's number behind the column's.
-inline void transpose(__m512i *x) {
-  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-  for (int round = 0; round < 4; round++) {
-    __m512i y[16];
-    for (int i = 0; i < 8; i++) {
-      y[2 * i] = _mm512_permutex2var_epi32(x[i], low, x[i + 8]);
-      y[2 * i + 1] = _mm512_permutex2var_epi32(x[i], high, x[i + 8]);
-    }
-    std::copy_n(y, 16, x);
+// Units of one row, from numbers that lie side by side; `count` of them.
+template <typename T> Units row_units(const T *from, int64_t count) {
+  Which which = lanes(0, count);
+  if constexpr (sizeof(Packed<T>) == 4) {
+    return units(widen(from, which));
+  } else {
+    return pairs(from, which);
   }
 }
 
-// keys x width -> panels of 64 keys, [panel][unit of the width][64]; keys past the end are 0.
+// keys x width -> panels of kPanel keys, [panel][unit of the width][kPanel]; keys past the end are 0.
 template <typename T> void pack_keys(const T *key, int64_t row, int64_t keys, int64_t width, int32_t *to) {
-  int64_t units = width / kPer<T>;
+  constexpr int per = kPer<Packed<T>>;
+  int64_t units = width / per;
   for (int64_t panel = 0; panel < keys; panel += kPanel, to += units * kPanel)
-    for (int64_t k = 0; k < kPanel; k += 16)
-      for (int64_t u = 0; u < units; u += 16) {
-        __m512i x[16];
-        for (int64_t i = 0; i < 16; i++) {
-          __mmask16 which = panel + k + i < keys ? lanes(0, units - u) : 0;
-          x[i] = _mm512_maskz_loadu_epi32(which, key + (panel + k + i) * row + u * kPer<T>);
-        }
+    for (int64_t k = 0; k < kPanel; k += kLanes)
+      for (int64_t u = 0; u < units; u += kLanes) {
+        Units x[kLanes];
+        for (int64_t i = 0; i < kLanes; i++)
+          x[i] = row_units(key + (panel + k + i) * row + u * per, panel + k + i < keys ? units - u : 0);
         transpose(x);
-        for (int64_t i = 0; i < 16 && u + i < units; i++) _mm512_store_si512(to + (u + i) * kPanel + k, x[i]);
+        for (int64_t i = 0; i < kLanes && u + i < units; i++) store_units(to + (u + i) * kPanel + k, x[i]);
       }
 }
 
-// 16 values of the keys of one unit: of one, or of a pair of which the second may not be there.
-inline __m512i unit(const float *from, int64_t, bool, __mmask16 which) {
-  return _mm512_castps_si512(_mm512_maskz_loadu_ps(which, from));
-}
-inline __m512i unit(const bf16 *from, int64_t row, bool second, __mmask16 which) {
-  __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(which, from));
-  if (!second) return low;
-  return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(which, from + row)), 16));
+// Units of the values of one key, or of a pair of keys of which the second may not be there; `count` of them.
+template <typename T> Units column_units(const T *from, int64_t row, bool second, int64_t count) {
+  Which which = lanes(0, count);
+  if constexpr (sizeof(Packed<T>) == 4) {
+    return units(widen(from, which));
+  } else {
+    return pairs(from, row, second, which);
+  }
 }
 
-// keys x width of at most 64 -> [unit of the keys][64]; values past the width and keys past the end are 0.
+// keys x width of at most kPanel -> [unit of the keys][kPanel]; values past the width and keys past the end are 0.
 template <typename T> void pack_values(const T *value, int64_t row, int64_t keys, int64_t width, int32_t *to) {
-  for (int64_t k = 0, padded = up(keys, 16); k < padded; k += kPer<T>, to += kPanel)
-    for (int64_t v = 0; v < kPanel; v += 16)
-      _mm512_store_si512(to + v, unit(value + k * row + v, row, k + 1 < keys, k < keys ? lanes(0, width - v) : 0));
+  for (int64_t k = 0, padded = up(keys, kLanes); k < padded; k += kPer<Packed<T>>, to += kPanel)
+    for (int64_t v = 0; v < kPanel; v += kLanes)
+      store_units(to + v, column_units(value + k * row + v, row, k + 1 < keys, k < keys ? width - v : 0));
 }
 
 struct Problem {  // one sequence's K and V of one group of heads, packed
@@ -223,37 +186,55 @@ struct Block {  // query rows of one head
 };
 
 int64_t packed_units(const Segment &s, const Shape &shape, int per) {
-  int64_t panels = up(s.keys, kPanel);
-  return panels * (shape.width / per) + up(s.keys, 16) / per * up(shape.value_width, kPanel);
+  return up(s.keys, kPanel) * (shape.width / per) + up(s.keys, kLanes) / per * up(shape.value_width, kPanel);
 }
 
 // Packs kKeys of a problem's keys and values, from one of them on.
 template <typename T> void pack(const Problem &problem, int64_t key, const Shape &shape) {
+  constexpr int per = kPer<Packed<T>>;
   const Segment &s = *problem.segment;
   int64_t keys = std::min<int64_t>(kKeys, s.keys - key), width = shape.value_width;
   pack_keys(static_cast<const T *>(s.key) + problem.group * s.key_head + key * s.key_row, s.key_row, keys, shape.width,
-            problem.keys + key * (shape.width / kPer<T>));
+            problem.keys + key * (shape.width / per));
   const T *value = static_cast<const T *>(s.value) + problem.group * s.value_head + key * s.value_row;
   for (int64_t panel = 0; panel < width; panel += kPanel)
     pack_values(value + panel, s.value_row, keys, std::min<int64_t>(kPanel, width - panel),
-                problem.values + (panel * up(s.keys, 16) + key * kPanel) / kPer<T>);
+                problem.values + (panel * up(s.keys, kLanes) + key * kPanel) / per);
 }
 
 template <typename T> struct Room {  // what one thread works in
   alignas(64) float scores[kRows * kKeys];
-  alignas(64) T weights[kRows * kKeys];
-  std::vector<float> out;
+  alignas(64) Packed<T> weights[kRows * kKeys];
+  std::vector<float> out, query;
 };
 
+// Rows of queries as units, and how many units they are apart: as they lie, or widened into `room`.
+template <typename T>
+std::pair<const int32_t *, int64_t> queries(const T *query, int64_t row, int64_t rows, int64_t width, Room<T> &room) {
+  if constexpr (std::is_same_v<T, Packed<T>>) {
+    return {reinterpret_cast<const int32_t *>(query), row / kPer<T>};
+  } else {
+    room.query.resize(kRows * width);
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t w = 0; w < width; w += kLanes) {
+        Which which = lanes(0, width - w);
+        store(room.query.data() + r * width + w, widen(query + r * row + w, which), which);
+      }
+    return {reinterpret_cast<const int32_t *>(room.query.data()), width};
+  }
+}
+
 template <typename T> void attend(const Block &block, const Shape &shape, Room<T> &room) {
+  using P = Packed<T>;
   const Segment &s = *block.problem->segment;
-  const T *query = static_cast<const T *>(s.query) + block.row * s.query_row + block.head * s.query_head;
   int64_t rows = std::min<int64_t>(kRows, s.rows - block.row), own = s.first + block.row;  // own key of the first row
-  int64_t width = up(shape.value_width, 16), value_panels = up(shape.value_width, kPanel) / kPanel;
-  int64_t value_keys = up(s.keys, 16), units = shape.width / kPer<T>;
-  float most[kRows], total[kRows], scale = shape.scale * 1.44269504f;  // exp(x) = 2 ** (x log2 e)
+  auto [query, query_row] = queries(static_cast<const T *>(s.query) + block.row * s.query_row + block.head * s.query_head,
+                                    s.query_row, rows, shape.width, room);
+  int64_t width = up(shape.value_width, kLanes), value_panels = up(shape.value_width, kPanel) / kPanel;
+  int64_t value_keys = up(s.keys, kLanes), units = shape.width / kPer<P>;
+  float most[kRows], sum[kRows], scale = shape.scale * 1.44269504f;  // exp(x) = 2 ** (x log2 e)
   std::fill_n(most, kRows, kNone);
-  std::fill_n(total, kRows, 0.f);
+  std::fill_n(sum, kRows, 0.f);
   room.out.assign(kRows * width, 0.f);
   auto seen_from = [&](int64_t row) { return s.window ? std::max<int64_t>(0, own + row - s.window + 1) : 0; };
   auto seen_to = [&](int64_t row) { return shape.causal ? std::min(s.keys, own + row + 1) : s.keys; };
@@ -263,43 +244,42 @@ template <typename T> void attend(const Block &block, const Shape &shape, Room<T
       int64_t count = std::min<int64_t>(kTile, rows - row);
       int64_t end = std::min<int64_t>(kKeys, seen_to(row + count - 1) - key);
       if (end <= 0 || seen_from(row) >= key + kKeys) end = 0;
-      const int32_t *a = reinterpret_cast<const int32_t *>(query + row * s.query_row);
       for (int64_t k = 0; k < end; k += kPanel)
-        tile<T>(count, 4, a, s.query_row / kPer<T>, block.problem->keys + (key + k) * units, units,
+        tile<P>(count, kColumns, query + row * query_row, query_row, block.problem->keys + (key + k) * units, units,
                 room.scores + row * kKeys + k, kKeys, false);
-      int64_t padded = up(end, 16);
+      int64_t padded = up(end, kLanes);
       for (int64_t r = row; padded && r < row + count; r++) {
         int64_t from = std::clamp<int64_t>(seen_from(r) - key, 0, end), to = std::clamp<int64_t>(seen_to(r) - key, from, end);
-        float keep = soften<T>(room.scores + r * kKeys, room.weights + r * kKeys, from, to, padded, scale, most[r], total[r]);
+        float keep = soften<P>(room.scores + r * kKeys, room.weights + r * kKeys, from, to, padded, scale, most[r], sum[r]);
         if (keep == 1.f) continue;
-        for (int64_t v = 0; v < width; v += 16) {
+        for (int64_t v = 0; v < width; v += kLanes) {
           float *at = room.out.data() + r * width + v;
-          _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_set1_ps(keep)));
+          store(at, mul(load(at), all(keep)));
         }
       }
     }
     for (int64_t panel = 0; panel < value_panels; panel++) {
-      int n = static_cast<int>(std::min<int64_t>(kPanel, width - panel * kPanel) / 16);
-      const int32_t *b = block.problem->values + (panel * value_keys + key) / kPer<T> * kPanel;
+      int n = static_cast<int>(std::min<int64_t>(kPanel, width - panel * kPanel) / kLanes);
+      const int32_t *b = block.problem->values + (panel * value_keys + key) / kPer<P> * kPanel;
       for (int64_t row = 0; row < rows; row += kTile) {
         int64_t count = std::min<int64_t>(kTile, rows - row);
         int64_t end = std::min<int64_t>(kKeys, seen_to(row + count - 1) - key);
         if (end <= 0 || seen_from(row) >= key + kKeys) continue;
-        tile<T>(count, n, reinterpret_cast<const int32_t *>(room.weights + row * kKeys), kKeys / kPer<T>, b,
-                up(end, 16) / kPer<T>, room.out.data() + row * width + panel * kPanel, width, true);
+        tile<P>(count, n, reinterpret_cast<const int32_t *>(room.weights + row * kKeys), kKeys / kPer<P>, b,
+                up(end, kLanes) / kPer<P>, room.out.data() + row * width + panel * kPanel, width, true);
       }
     }
   }
   for (int64_t row = 0; row < rows; row++) {
     T *to = static_cast<T *>(s.out) + (block.row + row) * s.out_row + block.head * s.out_head;
-    __m512 factor = _mm512_set1_ps(total[row] > 0 ? 1 / total[row] : 0);
-    for (int64_t v = 0; v < shape.value_width; v += 16)
-      store(to + v, _mm512_mul_ps(_mm512_loadu_ps(room.out.data() + row * width + v), factor),
-            lanes(0, shape.value_width - v));
+    Floats factor = all(sum[row] > 0 ? 1 / sum[row] : 0);
+    for (int64_t v = 0; v < shape.value_width; v += kLanes)
+      store(to + v, mul(load(room.out.data() + row * width + v), factor), lanes(0, shape.value_width - v));
   }
 }
 
 template <typename T> int run(const Segment *segments, int64_t count, const Shape &shape, int threads) {
+  constexpr int per = kPer<Packed<T>>;
   static thread_local std::vector<int32_t> kept;  // the lane's: pages that are touched once
   std::vector<Problem> problems;
   for (int64_t next = 0, all = count * shape.groups; next < all;) {
@@ -307,7 +287,7 @@ template <typename T> int run(const Segment *segments, int64_t count, const Shap
     int64_t units = 0;
     for (; next < all; next++) {  // as many as fit, at least one
       const Segment &s = segments[next / shape.groups];
-      int64_t more = packed_units(s, shape, kPer<T>);
+      int64_t more = packed_units(s, shape, per);
       if (!problems.empty() && (units + more) * 4 > kScratch) break;
       problems.push_back({&s, next % shape.groups, reinterpret_cast<int32_t *>(units), nullptr});
       units += more;
@@ -318,7 +298,7 @@ template <typename T> int run(const Segment *segments, int64_t count, const Shap
     std::vector<std::pair<const Problem *, int64_t>> unpacked;  // and the first of kKeys keys
     for (Problem &p : problems) {
       p.keys = base + reinterpret_cast<int64_t>(p.keys);
-      p.values = p.keys + up(p.segment->keys, kPanel) * (shape.width / kPer<T>);
+      p.values = p.keys + up(p.segment->keys, kPanel) * (shape.width / per);
       const Segment &s = *p.segment;
       int64_t unseen = s.window ? std::max<int64_t>(0, s.first - s.window + 1) : 0;  // before every row's window
       for (int64_t key = unseen / kKeys * kKeys; key < s.keys; key += kKeys) unpacked.push_back({&p, key});
@@ -340,13 +320,6 @@ template <typename T> int run(const Segment *segments, int64_t count, const Shap
   return 0;
 }
 
-inline __m512 widen(const float *from, __mmask16 which) { return _mm512_maskz_loadu_ps(which, from); }
-#ifdef __AVX512BF16__
-inline __m512 widen(const bf16 *from, __mmask16 which) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(which, from)), 16));
-}
-#endif
-
 // A decoder's layer: queries and keys are rotated, keys and values stored where they stay, and attention reads them there.
 
 struct Piece {  // one sequence's rows of a packed row, and its stored keys and values [groups, capacity, width]
@@ -354,22 +327,15 @@ struct Piece {  // one sequence's rows of a packed row, and its stored keys and 
   void *key, *value;
 };
 
-inline __m512 rounded(__m512 x, float) { return x; }
-#ifdef __AVX512BF16__
-inline __m512 rounded(__m512 x, bf16) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
-}
-#endif
-
 // x cos + (-second half of x, first half of x) sin, rounded where transformers rounds; `to` may be `from`.
 template <typename T> void rotate(const T *from, const T *cos, const T *sin, T *to, int64_t width) {
   int64_t half = width / 2;
-  for (int64_t i = 0; i < half; i += 16) {
-    __mmask16 which = lanes(0, half - i);
-    auto times = [&](__m512 x, const T *factor) { return rounded(_mm512_mul_ps(x, widen(factor, which)), T()); };
-    __m512 first = widen(from + i, which), second = widen(from + half + i, which);
-    store(to + i, _mm512_sub_ps(times(first, cos + i), times(second, sin + i)), which);
-    store(to + half + i, _mm512_add_ps(times(second, cos + half + i), times(first, sin + half + i)), which);
+  for (int64_t i = 0; i < half; i += kLanes) {
+    Which which = lanes(0, half - i);
+    auto times = [&](Floats x, const T *factor) { return rounded(mul(x, widen(factor, which)), T()); };
+    Floats first = widen(from + i, which), second = widen(from + half + i, which);
+    store(to + i, sub(times(first, cos + i), times(second, sin + i)), which);
+    store(to + half + i, add(times(second, cos + half + i), times(first, sin + half + i)), which);
   }
 }
 
@@ -414,21 +380,21 @@ void normalise(const T *x, const T *weight, T *out, int64_t rows, int64_t width,
   for (int64_t row = 0; row < rows; row++) {
     const T *from = x + row * width;
     T *to = out + row * width;
-    __m512 squares = _mm512_setzero_ps();
-    for (int64_t i = 0; i < width; i += 16) {
-      __m512 part = widen(from + i, lanes(0, width - i));
-      squares = _mm512_fmadd_ps(part, part, squares);
+    Floats squares = zeros();
+    for (int64_t i = 0; i < width; i += kLanes) {
+      Floats part = widen(from + i, lanes(0, width - i));
+      squares = fma(part, part, squares);
     }
-    __m512 factor = _mm512_set1_ps(1 / std::sqrt(_mm512_reduce_add_ps(squares) / width + eps));
-    for (int64_t i = 0; i < width; i += 16) {
-      __mmask16 which = lanes(0, width - i);
-      __m512 part = _mm512_mul_ps(widen(from + i, which), factor), scale = widen(weight + i, which);
+    Floats factor = all(1 / std::sqrt(total(squares) / width + eps));
+    for (int64_t i = 0; i < width; i += kLanes) {
+      Which which = lanes(0, width - i);
+      Floats part = mul(widen(from + i, which), factor), scale = widen(weight + i, which);
       if (offset) {
-        scale = _mm512_add_ps(scale, _mm512_set1_ps(1.f));
+        scale = add(scale, all(1.f));
       } else {
         part = rounded(part, T());
       }
-      store(to + i, _mm512_mul_ps(part, scale), which);
+      store(to + i, mul(part, scale), which);
     }
   }
 }
@@ -440,11 +406,7 @@ extern "C" int attend_float(const Segment *segments, int64_t count, const Shape 
 }
 
 extern "C" int attend_bf16(const Segment *segments, int64_t count, const Shape *shape, int threads) {
-#ifdef __AVX512BF16__
   return run<bf16>(segments, count, *shape, threads);
-#else
-  return 1;
-#endif
 }
 
 extern "C" int attend_packed_float(float *query, const float *key, const float *value, const float *cos,
@@ -456,11 +418,7 @@ extern "C" int attend_packed_float(float *query, const float *key, const float *
 extern "C" int attend_packed_bf16(bf16 *query, const bf16 *key, const bf16 *value, const bf16 *cos, const bf16 *sin,
                                   bf16 *out, const Piece *pieces, int64_t count, const Shape *shape, int64_t window,
                                   int threads) {
-#ifdef __AVX512BF16__
   return attend_packed(query, key, value, cos, sin, out, pieces, count, *shape, window, threads);
-#else
-  return 1;
-#endif
 }
 
 extern "C" int normalise_float(const float *x, const float *weight, float *out, int64_t rows, int64_t width, float eps,
@@ -471,10 +429,6 @@ extern "C" int normalise_float(const float *x, const float *weight, float *out, 
 
 extern "C" int normalise_bf16(const bf16 *x, const bf16 *weight, bf16 *out, int64_t rows, int64_t width, float eps,
                               int offset, int threads) {
-#ifdef __AVX512BF16__
   normalise(x, weight, out, rows, width, eps, offset, threads);
   return 0;
-#else
-  return 1;
-#endif
 }

@@ -1,8 +1,8 @@
 """The compiled kernels of `kernels.cpp`: built on first use, kept under the user's cache, called through ctypes.
 
-Without a compiler, on another processor, or where anything goes wrong while compiling, there are none, and callers take
-what torch has; the log says why. MMPREFILL_KERNELS=0 in the environment does the same; any other value of it is the
-folder to keep them in.
+They are written for AVX-512 and for AVX2. Without a compiler, on another processor, or where anything goes wrong while
+compiling, there are none, and callers take what torch has; the log says why. MMPREFILL_KERNELS=0 in the environment does
+the same; any other value of it is the folder to keep them in.
 """
 
 from __future__ import annotations
@@ -26,18 +26,11 @@ from mmprefill.files import cache_folder, sync_folder
 
 log = logging.getLogger("mmprefill")
 SOURCE = Path(__file__).with_name("kernels.cpp")
-_FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-fopenmp",
-    "-w",
-    "-mavx512f",
-    "-mavx512bw",
-    "-mavx512vl",
-    "-mavx512dq",
-    "-mfma",
-)
+HEADER = Path(__file__).with_name("simd.h")
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-w", "-ffp-contract=off", "-mfma")
+_AVX512 = ("-DLANES=16", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_AVX2 = ("-DLANES=8", "-mavx2")
+_PAIRS = ("-DPAIRS", "-mavx512bf16")
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bf16"}
 _TIMEOUT = 120
 
@@ -45,23 +38,32 @@ _TIMEOUT = 120
 def function(name: str, dtype: torch.dtype) -> Any:
     """The compiled function of that name for a dtype, or None."""
     suffix = _SUFFIXES.get(dtype)
-    if suffix is None or (dtype == torch.bfloat16 and not _pairs()):
-        return None
-    return getattr(_library(), f"{name}_{suffix}", None)
+    return getattr(_library(), f"{name}_{suffix}", None) if suffix else None
 
 
-@cache
-def _pairs() -> bool:
-    return bool(torch.cpu._is_avx512_bf16_supported())
+def served() -> bool:
+    """Whether there are kernels for this processor."""
+    return bool(_instructions())
+
+
+def _instructions() -> tuple[str, ...]:
+    """What the compiler is told of this processor, as torch sees it (ATEN_CPU_CAPABILITY); nothing if it has no vectors
+    that the kernels are written for."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability == "AVX2":
+        return _AVX2
+    if "AVX512" not in capability:
+        return ()
+    return (*_AVX512, *_PAIRS) if torch.cpu._is_avx512_bf16_supported() else _AVX512
 
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    if os.environ.get("MMPREFILL_KERNELS") == "0" or "AVX512" not in torch.backends.cpu.get_cpu_capability():
-        log.info("no compiled kernels: switched off, or a processor without AVX-512")
+    if os.environ.get("MMPREFILL_KERNELS") == "0" or not served():
+        log.info("no compiled kernels: switched off, or a processor with neither AVX-512 nor AVX2")
         return None
     try:
-        return _loaded(_compiler(), [*_FLAGS, *(["-mavx512bf16"] if _pairs() else [])])
+        return _loaded(_compiler(), [*_FLAGS, *_instructions()])
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         detail = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()[-500:]
         log.warning("no compiled kernels, torch's own are slower: %s %s", error, detail)
@@ -81,7 +83,8 @@ def _loaded(compiler: Seq[str], flags: Seq[str]) -> ctypes.CDLL:
     """The shared library, from the cache if this source was compiled before."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=_TIMEOUT).stdout  # noqa: S603
     command = [*compiler, *flags]
-    key = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), version, " ".join(command).encode()])).hexdigest()
+    sources = HEADER.read_bytes(), SOURCE.read_bytes()
+    key = hashlib.sha256(b"\0".join([*sources, version, " ".join(command).encode()])).hexdigest()
     root = Path(os.environ.get("MMPREFILL_KERNELS") or cache_folder())
     library = root / f"kernels-{key[:24]}.so"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""RMS norms of the stock modules in one pass on a CPU with AVX-512 (`mmprefill.encoders.kernels`).
+"""RMS norms of the stock modules in one pass on a CPU (`mmprefill.encoders.kernels`).
 
 transformers writes them as eight operations, each a pass over memory: an eighth of a small decoder's time. What a module
 computes is found by running it, not by its name; what is rounded where stays as it is.
