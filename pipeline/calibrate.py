@@ -33,9 +33,10 @@ from mmprefill.pipeline.costs import Costs, Curve
 from mmprefill.pipeline.kv_cache import LayerPlan, SequenceKV, StepCache
 from mmprefill.pipeline.linear import PackedLinear
 from mmprefill.pipeline.prefill import _pieces, forward, text_arguments
+from mmprefill.pipeline.widen import WidenedLinear
 from mmprefill.types import Request
 
-VERSION = 3  # of what is measured and how; a stored result of another version is measured again
+VERSION = 4  # of what is measured and how; a stored result of another version is measured again
 PIECE = 256  # tokens of one sequence in a measured step
 SIZES = (16, 64, 256, 512, 1024, 2048, 4096, 8192)  # tokens of the measured steps
 PAST = 4096  # tokens that are stored before another measured step
@@ -112,7 +113,7 @@ def key_of(family: Family) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "model": f"{family.name} {shapes.hexdigest()}",
         "dtype": str(family.dtype),
-        "packed": any(isinstance(module, PackedLinear) for module in family.model.modules()),
+        "packed": any(isinstance(module, (PackedLinear, WidenedLinear)) for module in family.model.modules()),
     }
 
 

@@ -3,7 +3,8 @@
 torch's own linear reorders a bf16 weight in every call, and takes MKL for fp32. Packed at load the same multiplication
 runs up to 1.25x as fast from a hundred rows up, twice as fast at sixteen, and what comes out of it is activated before
 it leaves the registers. A packed layer keeps its place, name and hooks in the stock model; its parameter holds the
-packed weight, which replaces the plain one, and its state dict gives the plain one back.
+packed weight, which replaces the plain one, and its state dict gives the plain one back. Where oneDNN has no kernels for
+the weights' dtype, layers compute in fp32 instead (`widen.py`).
 
 Projections that share an input are not joined: at 90 rows it would save a sixth of the small ones, at the sizes of
 steps nothing. Nor are residuals added inside: at 1,024 rows that saves nothing either.
@@ -27,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmprefill.encoders.families import Family
-from mmprefill.pipeline import norm, packed_attention
+from mmprefill.pipeline import norm, packed_attention, widen
+from mmprefill.pipeline.widen import WidenedLinear
 
 FEWEST = 2**16  # weights in a layer worth packing: below, the call itself is what takes the time
 Activation = tuple[str, str]  # oneDNN's name, and which algorithm
@@ -87,8 +89,8 @@ def pack(model: nn.Module, later: Collection[nn.Module] = ()) -> int:
     """Pack every linear layer that is large, plain, frozen and in evaluation mode; fuse MLPs made of such layers.
 
     Left alone: subclasses and adapters, layers with hooks or parametrisations, weights that something else shares (tied
-    embeddings), other devices and dtypes than CPU and bf16 or fp32, and what is in `later`. A model can be packed twice
-    without harm.
+    embeddings), devices other than CPU, dtypes that neither oneDNN multiplies nor `widen` helps, and what is in `later`.
+    A model can be packed twice without harm.
 
     Returns:
         How many layers were packed now.
@@ -97,14 +99,17 @@ def pack(model: nn.Module, later: Collection[nn.Module] = ()) -> int:
     linears = [each for each in model.modules() if isinstance(each, nn.Linear)]
     layers = [each for each in linears if each not in later and _packable(each) and owners[id(each.weight)] == 1]
     layers.sort(key=lambda each: -each.weight.numel())  # the largest is in memory twice while little else is
+    packed = [layer for layer in layers if not widen.wants(layer.weight.dtype)]
     fusable: dict[Any, bool] = {}
-    for mlp in [module for module in model.modules() if set(module.children()) & set(layers)]:
-        _fuse(mlp, layers, fusable)
-    files = _mapped_files() if layers else []
-    for layer in layers:
+    for mlp in [module for module in model.modules() if set(module.children()) & set(packed)]:
+        _fuse(mlp, packed, fusable)
+    files = _mapped_files() if packed else []
+    for layer in packed:
         weight = layer.weight.detach()
         _set(layer, PackedLinear, torch.ops.mkldnn._reorder_linear_weight(weight))
         _forget(weight, files)
+    for layer in set(layers) - set(packed):
+        layer.__class__ = WidenedLinear
     return len(layers)
 
 
@@ -128,11 +133,14 @@ def pack_towers_later(family: Family) -> None:
 
 
 def unpack(model: nn.Module) -> list[nn.Module]:
-    """Give every packed layer and every fused MLP of a model its plain form; returns what was changed."""
+    """Give every packed or widened layer and every fused MLP of a model its plain form; returns what was changed."""
     changed: list[nn.Module] = []
     for layer in model.modules():
         if isinstance(layer, PackedLinear):
             _set(layer, nn.Linear, layer.weight.to_dense())
+            changed.append(layer)
+        elif isinstance(layer, WidenedLinear):
+            layer.__class__ = nn.Linear
             changed.append(layer)
         if isinstance(vars(layer).get("forward"), _Fused):
             del layer.forward
@@ -190,11 +198,10 @@ def _packable(module: nn.Module) -> bool:
 
 
 def _served(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
+    if widen.wants(dtype):
+        return True
+    packs = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return packs and dtype in (torch.float32, torch.bfloat16)
 
 
 def _hooked(module: nn.Module) -> bool:

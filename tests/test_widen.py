@@ -1,0 +1,55 @@
+"""Layers computed in fp32 are as exact as torch's own, and leave a model as it was."""
+
+import pytest
+import torch
+from torch import nn
+
+from mmprefill.pipeline import linear, widen
+from mmprefill.pipeline.widen import WidenedLinear
+
+
+def frozen(layer, dtype):
+    return layer.eval().requires_grad_(False).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_it_errs_by_half_a_place_of_its_dtype(dtype, bias, monkeypatch):
+    """In slices of the weight that do not divide it, with and without a bias: what double precision gives, rounded once."""
+    monkeypatch.setattr(widen, "SLICE", 24 * 7)
+    torch.manual_seed(0)
+    layer, x = frozen(WidenedLinear(24, 40, bias=bias), dtype), torch.randn(2, 16, 24).to(dtype)
+    exact = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
+    got = layer(x)
+    assert got.dtype == dtype
+    assert torch.allclose(got.double(), exact, rtol=torch.finfo(dtype).eps * 0.51, atol=1e-6)
+
+
+def test_what_takes_torchs_own_way(monkeypatch):
+    """Few rows, other dtypes and gradients."""
+    layer, plain = frozen(WidenedLinear(24, 40), torch.bfloat16), frozen(nn.Linear(24, 40), torch.bfloat16)
+    plain.load_state_dict(layer.state_dict())
+    few = torch.randn(widen.FEWEST_ROWS - 1, 24).bfloat16()
+    assert torch.equal(layer(few), plain(few))
+    asked = torch.randn(32, 24).bfloat16().requires_grad_(True)
+    layer(asked).sum().backward()
+    assert asked.grad is not None
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer(torch.randn(32, 24))
+
+
+def test_packing_widens_what_onednn_does_not_multiply(monkeypatch):
+    """On whatever processor: the layer changes, its weights do not, and unpacking gives it back."""
+    monkeypatch.setattr(linear, "FEWEST", 0)
+    monkeypatch.setattr(widen, "wants", lambda dtype: dtype == torch.bfloat16)
+    model = frozen(nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 8)), torch.bfloat16)
+    before, x = {name: t.clone() for name, t in model.state_dict().items()}, torch.randn(32, 24).bfloat16()
+    wanted = model(x)
+    assert linear.pack(model) == 2
+    assert linear.pack(model) == 0
+    assert type(model[0]) is type(model[2]) is WidenedLinear
+    assert torch.allclose(model(x), wanted, atol=2e-2)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    with linear.unpacked(model):
+        assert type(model[0]) is nn.Linear
+    assert type(model[0]) is WidenedLinear
