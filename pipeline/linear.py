@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from mmprefill.encoders.families import Family
 from mmprefill.pipeline import norm, packed_attention, widen
-from mmprefill.pipeline.widen import WidenedLinear
 
 FEWEST = 2**16  # weights in a layer worth packing: below, the call itself is what takes the time
 Activation = tuple[str, str]  # oneDNN's name, and which algorithm
@@ -40,6 +39,9 @@ _KNOWN: dict[Activation, Callable[[Tensor], Tensor]] = {
     ("swish", ""): F.silu,
     ("relu", ""): F.relu,
 }
+
+
+_PLAIN = {wide: plain for plain, wide in widen.KINDS.items()}
 
 
 class PackedLinear(nn.Linear):
@@ -86,7 +88,8 @@ def _foreign(layer: nn.Linear, input: Tensor) -> bool:
 
 
 def pack(model: nn.Module, later: Collection[nn.Module] = ()) -> int:
-    """Pack every linear layer that is large, plain, frozen and in evaluation mode; fuse MLPs made of such layers.
+    """Pack every linear layer that is large, plain, frozen and in evaluation mode; fuse MLPs made of such layers. Where
+    `widen` helps, such linear layers and convolutions are widened instead.
 
     Left alone: subclasses and adapters, layers with hooks or parametrisations, weights that something else shares (tied
     embeddings), devices other than CPU, dtypes that neither oneDNN multiplies nor `widen` helps, and what is in `later`.
@@ -96,10 +99,11 @@ def pack(model: nn.Module, later: Collection[nn.Module] = ()) -> int:
         How many layers were packed now.
     """
     owners = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
-    linears = [each for each in model.modules() if isinstance(each, nn.Linear)]
-    layers = [each for each in linears if each not in later and _packable(each) and owners[id(each.weight)] == 1]
+    plain = [each for each in model.modules() if each not in later and _packable(each)]
+    layers = [cast("nn.Linear", each) for each in plain if owners[id(each.weight)] == 1]
     layers.sort(key=lambda each: -each.weight.numel())  # the largest is in memory twice while little else is
-    packed = [layer for layer in layers if not widen.wants(layer.weight.dtype)]
+    packed = [each for each in layers if type(each) is nn.Linear and not widen.wants(each.weight.dtype)]
+    widened = [each for each in layers if widen.wants(each.weight.dtype)]
     fusable: dict[Any, bool] = {}
     for mlp in [module for module in model.modules() if set(module.children()) & set(packed)]:
         _fuse(mlp, packed, fusable)
@@ -108,9 +112,9 @@ def pack(model: nn.Module, later: Collection[nn.Module] = ()) -> int:
         weight = layer.weight.detach()
         _set(layer, PackedLinear, torch.ops.mkldnn._reorder_linear_weight(weight))
         _forget(weight, files)
-    for layer in set(layers) - set(packed):
-        layer.__class__ = WidenedLinear
-    return len(layers)
+    for layer in widened:
+        layer.__class__ = cast("type[nn.Linear]", widen.KINDS[type(layer)])
+    return len(packed) + len(widened)
 
 
 def pack_towers_later(family: Family) -> None:
@@ -139,8 +143,8 @@ def unpack(model: nn.Module) -> list[nn.Module]:
         if isinstance(layer, PackedLinear):
             _set(layer, nn.Linear, layer.weight.to_dense())
             changed.append(layer)
-        elif isinstance(layer, WidenedLinear):
-            layer.__class__ = nn.Linear
+        elif type(layer) in _PLAIN:
+            layer.__class__ = _PLAIN[type(layer)]
             changed.append(layer)
         if isinstance(vars(layer).get("forward"), _Fused):
             del layer.forward
@@ -190,10 +194,10 @@ def _plain(layer: nn.Linear) -> nn.Parameter:
 
 
 def _packable(module: nn.Module) -> bool:
-    if type(module) is not nn.Linear or module.training or "forward" in vars(module) or _hooked(module):
+    if type(module) not in widen.KINDS or module.training or "forward" in vars(module) or _hooked(module):
         return False
-    weight = module.weight
-    frozen = not weight.requires_grad and (module.bias is None or not module.bias.requires_grad)
+    weight = cast("Tensor", module.weight)
+    frozen = not any(parameter.requires_grad for parameter in module.parameters(recurse=False))
     return frozen and weight.device.type == "cpu" and weight.numel() >= FEWEST and _served(weight.dtype)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mmprefill.pipeline import linear, widen
-from mmprefill.pipeline.widen import WidenedLinear
+from mmprefill.pipeline.widen import WidenedConv2d, WidenedConv3d, WidenedLinear
 
 
 def frozen(layer, dtype):
@@ -38,18 +38,33 @@ def test_what_takes_torchs_own_way(monkeypatch):
         layer(torch.randn(32, 24))
 
 
+@pytest.mark.parametrize("kind", [WidenedConv2d, WidenedConv3d])
+def test_convolutions(kind):
+    """Patch embeddings, of pictures and of frames; with gradients torch's own."""
+    torch.manual_seed(0)
+    axes = 2 if kind is WidenedConv2d else 3
+    layer, x = frozen(kind(3, 8, 4, stride=4), torch.bfloat16), torch.randn(2, 3, *[8] * axes).bfloat16()
+    exact = frozen(kind.__mro__[1](3, 8, 4, stride=4), torch.float64)
+    exact.load_state_dict(layer.state_dict())
+    assert torch.allclose(layer(x).double(), exact(x.double()), rtol=torch.finfo(torch.bfloat16).eps * 0.51, atol=1e-6)
+    asked = x.clone().requires_grad_(True)
+    layer(asked).sum().backward()
+    assert asked.grad is not None
+
+
 def test_packing_widens_what_onednn_does_not_multiply(monkeypatch):
     """On whatever processor: the layer changes, its weights do not, and unpacking gives it back."""
     monkeypatch.setattr(linear, "FEWEST", 0)
     monkeypatch.setattr(widen, "wants", lambda dtype: dtype == torch.bfloat16)
-    model = frozen(nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 8)), torch.bfloat16)
-    before, x = {name: t.clone() for name, t in model.state_dict().items()}, torch.randn(32, 24).bfloat16()
+    layers = nn.Conv2d(3, 24, 4, stride=4), nn.Flatten(2), nn.Linear(64, 40), nn.GELU(), nn.Linear(40, 8)
+    model = frozen(nn.Sequential(*layers), torch.bfloat16)
+    before, x = {name: t.clone() for name, t in model.state_dict().items()}, torch.randn(1, 3, 32, 32).bfloat16()
     wanted = model(x)
-    assert linear.pack(model) == 2
+    assert linear.pack(model) == 3
     assert linear.pack(model) == 0
-    assert type(model[0]) is type(model[2]) is WidenedLinear
+    assert [type(model[i]) for i in (0, 2, 4)] == [WidenedConv2d, WidenedLinear, WidenedLinear]
     assert torch.allclose(model(x), wanted, atol=2e-2)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     with linear.unpacked(model):
-        assert type(model[0]) is nn.Linear
-    assert type(model[0]) is WidenedLinear
+        assert [type(model[i]) for i in (0, 2, 4)] == [nn.Conv2d, nn.Linear, nn.Linear]
+    assert type(model[2]) is WidenedLinear
