@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -59,7 +60,7 @@ class JobReport:
 
     @property
     def exit_code(self) -> int:
-        """0: every row has its output; 1: some failed, now or before; 3: stopped before the end."""
+        """0: every row, if any, has its output; 1: some failed, now or before; 3: stopped before the end."""
         if self.stopped:
             return 3
         return 1 if self.failed or self.failed_before else 0
@@ -196,15 +197,23 @@ def display(*, wanted: bool) -> Display:
 
 
 def show_report(report: JobReport, as_json: bool) -> None:
-    """How a job went, on standard output."""
+    """How a job went, on standard output; that there was nothing to do, on standard error."""
+    if not (report.ok or report.failed or report.skipped or report.stopped):
+        _say_no_rows()
     if as_json:
         print(json.dumps({**asdict(report), "exit_code": report.exit_code}, default=str))
     else:
         Console(width=160).print("\n".join(report.lines()), highlight=False, markup=False)
 
 
+def _say_no_rows() -> None:
+    print("mmprefill: no rows: the input is empty, or none of it is in this shard", file=sys.stderr)
+
+
 def show_estimate(estimate: JobEstimate, as_json: bool) -> None:
-    """What a job would come to, on standard output."""
+    """What a job would come to, on standard output; that there is nothing to do, on standard error."""
+    if not estimate.rows:
+        _say_no_rows()
     if as_json:
         print(json.dumps(asdict(estimate), default=str))
         return

@@ -204,7 +204,7 @@ class Columns:
             try:
                 return s.prompt.format_map(row.values)
             except (ValueError, TypeError) as error:
-                raise RequestError(f"row {row.id!r}: the prompt cannot be made: {error}") from error
+                raise RequestError(f"row {row.id!r}: prompt {s.prompt!r} cannot be filled: {error}") from error
         column = s.prompt_column or "prompt"
         if column not in row.values:
             there = ", ".join(map(str, row.values)) or "none"

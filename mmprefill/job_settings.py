@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from string import Formatter
@@ -82,7 +83,7 @@ class JobSettings:
         named = [name for name in ("prompt", "prompt_column", "messages_column") if getattr(self, name) is not None]
         if len(named) > 1:
             raise ValueError(f"a row has one prompt: give one of {' and '.join(named)}")
-        odd = [name for name in self.template_columns if not name or set(name) & set(".[")]
+        odd = [name for name in self.template_columns if not name or set(name) & set(".[{")]
         if odd:
             raise ValueError(
                 f"a prompt template takes plain column names in braces, got {odd[0]!r}; {{{{ writes a brace"
@@ -103,8 +104,8 @@ class JobSettings:
     def _check_numbers(self) -> None:
         for name in ("top", "max_new_tokens", "limit", "part_rows", "window", "kv_shard", "disk_budget", "deadline"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value!r}")
+            if value is not None and not 0 < value < math.inf:  # nor NaN
+                raise ValueError(f"{name} must be positive and finite, got {value!r}")
         for name in ("retries", "max_errors"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -119,7 +120,14 @@ class JobSettings:
         Raises:
             ValueError: if it is no template.
         """
-        return [name for _, name, _, _ in Formatter().parse(self.prompt or "") if name is not None]
+        try:
+            fields = list(Formatter().parse(self.prompt or ""))
+        except ValueError as error:
+            raise ValueError(
+                f"prompt {self.prompt!r} is no template: {error}; {{{{ and }}}} write single braces"
+            ) from error
+        inner = [spec for _, _, spec, _ in fields if spec and "{" in spec]  # a field within a field's format
+        return [name for _, name, _, _ in fields if name is not None] + inner
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import os
 import runpy
 import subprocess
@@ -288,6 +289,11 @@ def test_limit_and_shards(prefiller, data, tmp_path):
         ({"prompt": "a", "prompt_column": "b"}, "one of prompt and prompt_column"),
         ({"shard": (3, 3)}, "0 <= i < n"),
         ({"part_rows": 0}, "part_rows must be positive"),
+        ({"deadline": math.nan}, "deadline must be positive and finite, got nan"),
+        ({"deadline": math.inf}, "deadline must be positive and finite, got inf"),
+        ({"deadline": -1.0}, "deadline must be positive"),
+        ({"prompt": "a {b"}, "prompt 'a {b' is no template: .*single braces"),
+        ({"prompt": "{prompt:{width}}"}, "plain column names in braces, got '{width}'"),
         ({"format": "xml"}, "jsonl, parquet"),
         ({"image_column": "nope"}, "no column 'nope'; there are id, prompt, images"),
         ({"prompt": "{nope}"}, "no column 'nope'"),
@@ -829,6 +835,29 @@ def test_the_command(data, tmp_path, capsys):
     assert batch(source, *options, "--top", "9") == 2
     assert "top was 5, is 9" in capsys.readouterr().err
     assert batch(source, "--shard", "1:2", "--out", tmp_path / "x") == 2
+
+
+def test_no_rows_are_told(data, tmp_path, capsys):
+    """Nothing to do is no failure, and not silent: an empty input, and a shard that none of it falls into."""
+    source = write(data / "in.jsonl", [])
+    assert batch(source, "--out", tmp_path / "a") == 0
+    assert "mmprefill: no rows" in capsys.readouterr().err
+    assert batch(source, "--dry-run") == 0
+    assert "mmprefill: no rows" in capsys.readouterr().err
+    write(data / "in.jsonl", simple(1))
+    assert batch(source, "--out", tmp_path / "b", "--shard", "1/2") == 0
+    assert "mmprefill: no rows" in capsys.readouterr().err
+    assert batch(source, "--out", tmp_path / "b", "--shard", "0/2") == 0
+    assert batch(source, "--out", tmp_path / "b", "--shard", "0/2") == 0  # done before
+    assert "no rows" not in capsys.readouterr().err
+
+
+def test_a_prompt_that_cannot_be_filled(prefiller, data, tmp_path):
+    """A format that does not suit a row's value costs that row; the template is shown."""
+    source = write(data / "in.jsonl", [{"n": "x", "image": "p0.png"}, {"n": 2, "image": "p0.png"}])
+    report = mmprefill.run_job(source, tmp_path / "out", prefiller=prefiller, prompt="is it {n:d}")
+    assert (report.ok, report.failed) == (1, 1)
+    assert "prompt 'is it {n:d}' cannot be filled" in failures(tmp_path / "out")[0]["message"]
 
 
 def test_dry_run(data, tmp_path, capsys):
