@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -183,8 +184,10 @@ def _add_bench(commands: Any) -> None:
 
 def _add_batch(commands: Any) -> None:
     parser = commands.add_parser(
-        "batch", help="run a dataset of pictures and prompts into tables and KV files; goes on where it was ended"
-    )
+        "batch", help="run a dataset of pictures and prompts into tables and KV files; goes on where it was ended",
+        epilog="exit code 0: every row has its output, also where there is none; 1: some rows failed; 2: a mistake in the "
+        "command; 3: stopped before the end"
+    )  # fmt: skip
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="JSONL, CSV or Parquet files, folders of pictures, "
                         "Hugging Face datasets on disk or by their id; globs and fsspec paths too")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the output goes; the same again goes on with it")
@@ -292,6 +295,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.save:
         _check_names([each.request.id for each in asked])
     _check_plot(arguments.plot)
+    if not asked:
+        print(f"mmprefill: no requests in {arguments.requests}", file=sys.stderr)
+        return 0
     trace = Trace() if arguments.trace or arguments.plot else OFF
     with _open(arguments, trace=trace) as prefiller:
         outcomes = prefiller.prefill_many([each.request for each in asked])
@@ -360,12 +366,24 @@ def _asked(arguments: argparse.Namespace) -> Iterator[Asked]:
 
     if arguments.requests is None and arguments.prompt is None:
         raise ValueError("give a prompt or --requests FILE; see mmprefill run --help")
+    _check_images(arguments.image)
     if arguments.requests is None:
         yield Asked(Request(prompt=arguments.prompt, images=arguments.image))
         return
     if arguments.prompt is not None or arguments.image:
         raise ValueError("give either a prompt with --image, or --requests")
     yield from read_requests(arguments.requests)
+
+
+def _check_images(given: Seq[str]) -> None:
+    """Files that are not there are told by the option's name before a model is loaded."""
+    from mmprefill.sources import is_base64_picture
+
+    for each in given:
+        elsewhere = "://" in each or each[:5].lower() in ("data:", "file:") or is_base64_picture(each)
+        if not elsewhere and not os.path.exists(each):  # noqa: PTH110  Path.exists raises for names that are too long
+            shown = each if len(each) <= 120 else f"{each[:40]}…"
+            raise ValueError(f"--image {shown}: no such file")
 
 
 # verify and models
@@ -381,6 +399,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     from mmprefill.report import show_report
     from mmprefill.verify import sample_requests, verify
 
+    _check_images(arguments.image)
     with _open(arguments) as prefiller:
         half = str(prefiller.session.family.dtype) != "torch.float32"
         fp32 = (
@@ -548,10 +567,13 @@ def _plan(arguments: argparse.Namespace) -> int:
         session = prefiller.session
         bench = calibrate.Bench(session.family, session.route.plan, prefiller.intake)
         needs = session.lane.call(footprint.footprint, bench)
+        room = given or memory.device_memory(session.family.device, needs.weights)
+        least = needs.weights + needs.step_token + needs.patch + needs.token
+        if room < least:  # refused before minutes of measuring; `choose` would do so after them
+            taken = f"the weights take {memory.human(needs.weights)} of {memory.human(room)}"
+            raise ValueError(f"{taken}: give at least {memory.human(least)}")
         costs = session.lane.call(calibrate.costs_of, bench, fresh=arguments.fresh, say=_say)
-        budgets = memory.choose(
-            needs, costs, given or memory.device_memory(session.family.device, needs.weights), arguments.tokens
-        )
+        budgets = memory.choose(needs, costs, room, arguments.tokens)
     if arguments.json:
         print(json.dumps(memory.as_record(needs, costs, budgets)))
     else:

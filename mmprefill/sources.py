@@ -84,7 +84,7 @@ def _read_text(text: str, limits: MediaLimits, fetcher: Fetcher | None) -> bytes
         raise MediaForbiddenError(f"scheme {scheme[0]!r} is not accepted; http, https, file and data are")
     if is_base64_picture(text):
         return decode_base64(text, limits)
-    missing = f"neither a URL, nor a data URI, nor an existing path, nor base64 of a picture; accepted: {ACCEPTED}"
+    missing = f"no such file, and neither a URL, nor a data URI, nor base64 of a picture; accepted: {ACCEPTED}"
     return _read_path(text, limits, missing=missing)
 
 

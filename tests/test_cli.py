@@ -145,6 +145,11 @@ def test_models_catalogue(capsys):
         (["run", "x", "--requests", "y"], "either"),
         (["run", "x", "--model", "/nowhere/at/all"], "not a local folder"),
         (["run", "--requests", "/nowhere.jsonl"], "nowhere.jsonl"),
+        (["run", "x", "--image", "missing.png"], "--image missing.png: no such file"),
+        (["run", "x", "--image", "x" * 300], "no such file"),
+        (["verify", "--image", "missing.png"], "--image missing.png: no such file"),
+        (["batch", "samples", "--out", "out", "--prompt", "a {b"], "prompt 'a {b' is no template"),
+        (["batch", "samples", "--out", "out", "--deadline", "nan"], "deadline must be positive and finite"),
     ],
 )
 def test_mistakes_are_explained(capsys, arguments, said):
@@ -156,9 +161,25 @@ def test_mistakes_are_explained(capsys, arguments, said):
     assert len(out.err.strip().splitlines()) == 1
 
 
+def test_no_requests_are_told(capsys, tmp_path):
+    """An empty file is no failure, and not silent."""
+    (tmp_path / "r.jsonl").write_text("\n")
+    code, out = run(capsys, "run", "--requests", str(tmp_path / "r.jsonl"), "--json")
+    assert (code, out.out) == (0, "")
+    assert "no requests in" in out.err
+
+
+def test_too_little_memory_is_refused_before_measuring(capsys, smol, monkeypatch):
+    """It says what the weights take; nothing was timed."""
+    monkeypatch.setattr("mmprefill.pipeline.calibrate.costs_of", lambda *_, **__: pytest.fail("measured"))
+    code, out = run(capsys, "plan", smol, "--device-memory", "1KB")
+    assert code == 2
+    assert "the weights take" in out.err
+
+
 def test_help_helps(capsys):
     """Every command has help with its options."""
-    for command in ("run", "verify", "models", "eval", "bench"):
+    for command in ("run", "verify", "models", "eval", "bench", "batch"):
         with pytest.raises(SystemExit) as stop:
             main([command, "--help"])
         assert stop.value.code == 0
