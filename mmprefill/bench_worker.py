@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 
 from mmprefill.models import DTYPES
+from mmprefill.pipeline import widen
 
 Row = Mapping[str, Any]
 Run = Callable[[Seq[Row], str], int]  # rows, a name that no two runs share -> prompt tokens
@@ -154,7 +155,9 @@ def linear_shapes(model: str, most: int = 4) -> list[tuple[int, int]]:
 
 
 def gemm_gflops(dtype: torch.dtype, inputs: int, outputs: int, rows: int = 2048) -> float:
-    """A linear layer's rate over `rows` rows: the better of torch's and oneDNN's with weights packed beforehand."""
+    """A linear layer's rate over `rows` rows: the better of torch's and oneDNN's with weights packed beforehand; that of
+    fp32 where the processor multiplies nothing faster."""
+    dtype = torch.float32 if widen.wants(dtype) else dtype
     a, w = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
     runs: list[Callable[[], Any]] = [lambda: torch.nn.functional.linear(a, w)]
     if torch.backends.mkldnn.is_available():
