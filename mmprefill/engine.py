@@ -236,18 +236,23 @@ class AsyncPrefiller:
         await self.aclose()
 
     async def _serve(
-        self, request: Request, watch: Watch | None = None, prepared: Prepared | None = None
+        self,
+        request: Request,
+        watch: Watch | None = None,
+        prepared: Prepared | None = None,
+        call: object | None = None,
     ) -> PrefillResult:
         """`Flow.serve`, holding the engine meanwhile: one that is dropped with a request under way finishes it."""
-        return await self._flow.serve(request, watch, prepared)
+        return await self._flow.serve(request, watch, prepared, call)
 
-    async def _serve_any(self, request: Any) -> PrefillResult:
+    async def _serve_any(self, request: Any, call: object | None = None) -> PrefillResult:
         if isinstance(request, Prepared):  # by an intake like this one's, somewhere else
-            return await self._serve(request.request, prepared=request)
-        return await self._serve(as_request(request))
+            return await self._serve(request.request, prepared=request, call=call)
+        return await self._serve(as_request(request), call=call)
 
     async def _serve_all(self, requests: Seq[Any]) -> list[Outcome]:
-        return await asyncio.gather(*map(self._serve_any, requests), return_exceptions=True)
+        call = object() if len(requests) > 1 else None  # nobody sees a result before all are there
+        return await asyncio.gather(*(self._serve_any(each, call) for each in requests), return_exceptions=True)
 
     def start(self, request: Any) -> Future[PrefillResult]:
         """Start one request, from any thread; cancelling the future cancels the request."""

@@ -76,12 +76,16 @@ class Flow:
         self._host.shutdown()
 
     async def serve(
-        self, request: Request, watch: Watch | None = None, prepared: Prepared | None = None
+        self,
+        request: Request,
+        watch: Watch | None = None,
+        prepared: Prepared | None = None,
+        call: object | None = None,
     ) -> PrefillResult:
         """`run`, with the observer told of how it begins and ends."""
         self._observer.requested(request.id)
         try:
-            result = await self.run(request, watch, prepared)
+            result = await self.run(request, watch, prepared, call)
         except BaseException as error:
             self._observer.failed(request.id, error)
             raise
@@ -89,15 +93,17 @@ class Flow:
         self._observer.stored(encoder=self.stores.encoder.nbytes, prefix=self.stores.prefix.nbytes)
         return result
 
-    async def run(self, request: Request, watch: Watch | None, prepared: Prepared | None) -> PrefillResult:
-        """The way of one request; `prepared` where another intake has prepared it."""
+    async def run(
+        self, request: Request, watch: Watch | None, prepared: Prepared | None, call: object | None
+    ) -> PrefillResult:
+        """The way of one request; `prepared` where another intake has prepared it, `call` as in `Job`."""
         clock = Clock()
         async with self._admitted(request, prepared.seconds if prepared else 0.0):
             clock.lap("queued")
             self._check_layers(request)
             async with (
-                self._taken_in(request, prepared, clock) as prepared,
-                self._scheduled(prepared, watch) as (active, plan),
+                self._taken_in(request, prepared, clock, call) as prepared,
+                self._scheduled(prepared, watch, call) as (active, plan),
             ):
                 clock.lap("intake")
                 if plan.match and plan.match.whole and await plan.match.entry.finished():
@@ -127,12 +133,14 @@ class Flow:
             ) from error
 
     @asynccontextmanager
-    async def _scheduled(self, prepared: Prepared, watch: Watch | None) -> AsyncIterator[tuple[Active, Plan]]:
+    async def _scheduled(
+        self, prepared: Prepared, watch: Watch | None, call: object | None
+    ) -> AsyncIterator[tuple[Active, Plan]]:
         """Known to the batcher and to the stores until the block is left."""
         plan = self.stores.look_up(prepared)
         tokens, media = len(prepared.input_ids), bool(prepared.media)
         try:
-            async with self.driver.admit(prepared.id, tokens, media, prepared.request.priority) as active:
+            async with self.driver.admit(prepared.id, tokens, media, prepared.request.priority, call) as active:
                 active.on_progress.append(lambda: self._tell(active, plan, watch))
                 yield active, plan
         finally:
@@ -147,15 +155,17 @@ class Flow:
             )
 
     @asynccontextmanager
-    async def _taken_in(self, request: Request, prepared: Prepared | None, clock: Clock) -> AsyncIterator[Prepared]:
+    async def _taken_in(
+        self, request: Request, prepared: Prepared | None, clock: Clock, call: object | None
+    ) -> AsyncIterator[Prepared]:
         """The request after intake; what its pictures take is counted until the block is left. Text never waits here."""
         if prepared is None and not _shows(request):
-            yield await self._prepare(request)
+            yield await self._prepare(request, call)
             return
         if prepared is None:
             async with self._room.entrance():
                 clock.lap("queued")
-                prepared = await self._prepare(request)
+                prepared = await self._prepare(request, call)
                 size = self._room.take(prepared)
         else:  # it is in memory already
             size = self._room.take(prepared)
@@ -164,13 +174,10 @@ class Flow:
         finally:
             self._room.leave(size)
 
-    async def _prepare(self, request: Request) -> Prepared:
+    async def _prepare(self, request: Request, call: object | None) -> Prepared:
         prepare = self._trace.timed("", "intake", self._intake.prepare, request=request.id)
-        self.driver.arriving += 1
-        try:
+        with self.driver.arriving(call):
             return await asyncio.get_running_loop().run_in_executor(self._host, prepare, request)
-        finally:
-            self.driver.arriving -= 1
 
     async def _sequence(self, active: Active, plan: Plan, prepared: Prepared, clock: Clock) -> None:
         """Encode and merge what an earlier prompt does not give, and take over what it does."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 SHARED_PATCHES, OWN_PATCHES = 1024, 4096
@@ -50,6 +51,7 @@ class Job:
         ready: tokens that may be prefilled now, i.e. up to the first picture or prefix that is not there yet.
         done: tokens prefilled, or taken from a stored prefix.
         running: a chunk of it is in a step at this moment.
+        call: what it came with, whose jobs are only looked at together; None where somebody waits for it alone.
         chunk: most tokens of it in a step, where it has a bound of its own.
         legal_end: where a chunk may end; never inside a two-way span.
     """
@@ -62,6 +64,7 @@ class Job:
     ready: int = 0
     done: int = 0
     running: bool = False
+    call: object | None = None
     chunk: int | None = None
     legal_end: LegalEnd = anywhere
     number: int = field(default_factory=lambda: next(_numbers))
@@ -142,6 +145,9 @@ class Batcher:
     A job joins a step if what that saves everybody who waits (one `overhead`) outweighs what it costs those who are in
     the step already (its tokens). So a short queue is served in short steps, and a long one in full ones.
 
+    The jobs of a call are only looked at together: delaying one of them costs nothing, so among themselves they fill
+    steps. A job that is waited for alone joins a step before them, and none of them joins a step that has one.
+
     Args:
         order: ranks jobs.
         step_tokens: most tokens of a step; a chunk that cannot be smaller still runs, alone.
@@ -192,7 +198,8 @@ class Batcher:
         """Where tower and decoder share one lane: what the first job in order needs next.
 
         A job with pictures to come is not begun here while anything else can run: it would take a step more, and no
-        lane is idle. A step of jobs with pictures waits for another picture where filling it pays; no text ever does.
+        lane is idle. A step of jobs with pictures waits for another picture where filling it pays; a text only for
+        those of its own call.
         """
         ranked = self._ranked(now)
         for job in ranked:
@@ -209,12 +216,10 @@ class Batcher:
     def _step(self, ranked: Iterable[Job]) -> Step | None:
         takes: list[Take] = []
         left = self.step_tokens
-        for job in ranked:
-            if job.running or job.ready <= job.done:
-                continue
+        for job in _company([job for job in ranked if not job.running and job.ready > job.done]):
             end = self._end(job, left)
             tokens = end - job.done
-            if tokens > 0 and (not takes or (tokens <= left and self._saves(tokens, len(takes)))):
+            if tokens > 0 and (not takes or (tokens <= left and self._joins(job, tokens, takes))):
                 takes.append(Take(job, end))
                 left -= tokens
             if left <= 0:
@@ -237,16 +242,34 @@ class Batcher:
 
     def _gathering(self, step: Step | None, ranked: Iterable[Job]) -> Encode | None:
         """Pictures to encode before a step that is far from full, if that pays."""
-        if step is None or not all(take.job.media for take in step.takes):
-            return None
         encode = self._encode(ranked, self.patches(shared=True))
-        if encode is None or step.tokens + encode.pictures[0][0].remaining > self.step_tokens:
+        if step is None or encode is None or step.tokens + encode.pictures[0][0].remaining > self.step_tokens:
             return None
-        return encode if self._saves(encode.patches * self.patch_tokens, len(step.takes)) else None
+        if self.only_siblings([*(take.job for take in step.takes), encode.pictures[0][0]]):
+            return encode
+        if not all(take.job.media for take in step.takes):
+            return None
+        return encode if self._saves(encode.patches * self.patch_tokens, len(step.takes), len(self.jobs)) else None
 
-    def _saves(self, tokens: float, delayed: int) -> bool:
+    def only_siblings(self, jobs: Seq[Job]) -> bool:
+        """Whether jobs are of one call, and nobody is there who is waited for alone: then no one minds a delay."""
+        call = jobs[0].call
+        return all(job.call is call for job in jobs) and all(job.call is not None for job in self.jobs)
+
+    def _joins(self, job: Job, tokens: int, takes: Seq[Take]) -> bool:
+        delayed = sum(take.job.call is None for take in takes)
+        if job.call is not None:
+            return not delayed
+        return self._saves(tokens, delayed, sum(each.call is None for each in self.jobs))
+
+    def _saves(self, tokens: float, delayed: int, waiting: int) -> bool:
         """Whether delaying some jobs by the time of `tokens` costs less than all others gain by a step that is saved."""
-        return delayed * tokens <= self.overhead * (len(self.jobs) - delayed)
+        return delayed * tokens <= self.overhead * (waiting - delayed)
+
+
+def _company(ready: Seq[Job]) -> Seq[Job]:
+    """In the order in which they may join the step of the first: those that are waited for alone before those of calls."""
+    return [*ready[:1], *sorted(ready[1:], key=lambda job: job.call is not None)]
 
 
 def _whole(job: Job) -> bool:

@@ -8,10 +8,12 @@ milliseconds, the next picture a quarter of a second.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,16 +97,30 @@ class Driver:
         self._loops: list[asyncio.Task[None]] = []
         self._landing: asyncio.Future[None] | None = None  # of the step that the device is at
         self._fatal: BaseException | None = None
-        self.arriving = 0  # requests in the intake
+        self._arriving: Counter[object] = Counter()  # requests in the intake, by call
+        self._pace: float | None = None  # the least seconds that a step took for a token
         self.steps = 0
 
     # What a request's coroutine calls.
 
+    @contextmanager
+    def arriving(self, call: object | None) -> Iterator[None]:
+        """Within the block a request is in the intake; siblings, those of the same call, may wait for it."""
+        self._arriving[call] += 1
+        try:
+            yield
+        finally:
+            self._arriving[call] -= 1
+            self._arriving += Counter()  # drops calls that are through
+            self.wake()
+
     @asynccontextmanager
-    async def admit(self, id: str, tokens: int, media: bool, priority: int) -> AsyncIterator[Active]:
+    async def admit(
+        self, id: str, tokens: int, media: bool, priority: int, call: object | None = None
+    ) -> AsyncIterator[Active]:
         """Within the block the request is the batcher's to schedule; leaving it, however, takes it out."""
         self._start()
-        job = Job(tokens, time.perf_counter(), media=media, priority=priority)
+        job = Job(tokens, time.perf_counter(), media=media, priority=priority, call=call)
         active = Active(id, job, asyncio.get_running_loop().create_future())
         self._active[job] = active
         self.batcher.add(job)
@@ -202,9 +218,12 @@ class Driver:
         self._loops = [asyncio.create_task(self._drive(choose, hold=self._shared)) for choose in choices]
 
     async def _drive(self, choose: Callable[[float], Work | None], *, hold: bool) -> None:
+        def chosen() -> Work | None:
+            return None if hold and self._moving else choose(time.perf_counter())
+
         try:
             while True:
-                work = None if hold and self._moving else choose(time.perf_counter())
+                work = await self._filled(chosen)
                 if work is None:
                     self._wake.clear()
                     await self._wake.wait()
@@ -218,11 +237,35 @@ class Driver:
         except Exception as error:  # a mistake of ours: nobody shall wait for a loop that ended
             self.die(error)
 
+    async def _filled(self, chosen: Callable[[], Work | None]) -> Work | None:
+        """What is chosen, once siblings of a step with room have come that are on their way.
+
+        No longer than starting another step would take: the lane is idle meanwhile, except for their merges.
+        """
+        work = chosen()
+        if work is None or not self._lacks(work):
+            return work
+        until = time.perf_counter() + (GATHER if self._pace is None else self._pace * self.batcher.overhead)
+        while (work is None or self._lacks(work)) and (left := until - time.perf_counter()) > 0:
+            self._wake.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), left)
+            work = chosen()
+        return work
+
+    def _lacks(self, work: Work) -> bool:
+        """Whether a step has room and all who wait for it wait for others too, which are about to be ready."""
+        if isinstance(work, Encode) or work.tokens >= self.batcher.step_tokens:
+            return False
+        jobs = [take.job for take in work.takes]
+        merging = any(active.job.call is jobs[0].call for active in self._moving)
+        return self.batcher.only_siblings(jobs) and (merging or self._arriving[jobs[0].call] > 0)
+
     async def _gather(self) -> None:
         """After idling, those who are about to leave the intake share the first step: a step of one short text takes a
         third of one with eight."""
         until = time.perf_counter() + GATHER
-        while self.arriving and time.perf_counter() < until:
+        while self._arriving and time.perf_counter() < until:
             await asyncio.sleep(GATHER / 8)
 
     async def _encode(self, pictures: Seq[tuple[Job, Picture]]) -> None:
@@ -271,9 +314,9 @@ class Driver:
                 take.job.running = False
                 active.moved.set()
         self.steps += 1
-        self._observer.stepped(
-            requests=len(ids), tokens=tokens, budget=self.batcher.step_tokens, seconds=time.perf_counter() - started
-        )
+        seconds = time.perf_counter() - started
+        self._pace = min(seconds / tokens, self._pace or math.inf)
+        self._observer.stepped(requests=len(ids), tokens=tokens, budget=self.batcher.step_tokens, seconds=seconds)
         self._observer.waiting(jobs=len(self._active), pictures=len(self._tower))
         # Whoever uses a result does so on the default stream: it waits for the step, and keeps the memory.
         Encoded([chunk.prefill for chunk in chunks if chunk.prefill.done], done.ready).take()

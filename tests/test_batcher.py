@@ -65,6 +65,7 @@ def asked(draw, two_way=None):
         arrived=draw(st.floats(0, 20)),
         media=bool(places),
         priority=draw(st.integers(-1, 1)),
+        call=draw(st.sampled_from([None, None, "a call", "another"])),
         pictures=list(places),
         legal_end=ends_outside(spans) if two_way else anywhere,
     )
@@ -309,3 +310,57 @@ def test_pictures_of_another_group_wait():
     first, other, third = (Job(9, float(i), True, pictures=[Picture(5, group)]) for i, group in enumerate("aba"))
     encode = batcher_of(first, other, third, vision_patches=20).next_encode(0.0)
     assert [job for job, _ in encode.pictures] == [first, third]
+
+
+def call_of(*tokens, call="a call", **fields):
+    """Texts that came together and are only looked at together."""
+    return [Job(each, 0.0, ready=each, call=call, **fields) for each in tokens]
+
+
+def jobs_of(step):
+    return [take.job for take in step.takes]
+
+
+@pytest.mark.parametrize("overhead", [0.0, 60.0, math.inf])
+def test_a_call_fills_its_steps(overhead):
+    """Whatever starting a step costs: no single result is waited for. The last step takes all that is left."""
+    jobs = call_of(*[100] * 12)
+    batcher = batcher_of(*jobs, overhead=overhead, step_tokens=1000)
+    assert jobs_of(batcher.next_step(0.0)) == jobs[:10]
+    for job in jobs[:10]:
+        batcher.remove(job)
+    assert jobs_of(batcher.next_step(0.0)) == jobs[10:]
+
+
+def test_nobody_waits_for_a_call():
+    """A request that is waited for alone joins the next step before the rest of a call, and then nothing else does."""
+    jobs, alone = call_of(*[100] * 9), Job(100, 5.0, ready=100)
+    assert jobs_of(batcher_of(*jobs, alone).next_step(5.0)) == [jobs[0], alone]
+    alone.arrived = -1.0
+    assert jobs_of(batcher_of(*jobs, alone).next_step(5.0)) == [alone]
+
+
+def test_beside_a_call_others_share_steps_as_without_it():
+    """However many jobs a call has, they do not count among those who gain by a fuller step."""
+    few = [Job(100, 0.0, ready=100) for _ in range(2)]
+    assert jobs_of(batcher_of(*few, *call_of(*[100] * 50), overhead=99.0).next_step(0.0)) == few[:1]
+    assert jobs_of(batcher_of(*few, *call_of(*[100] * 50), overhead=100.0).next_step(0.0)) == few
+
+
+def test_a_call_in_its_turn_is_not_passed_over():
+    """The order decides who is first: a call among a stream of others gets on with each of its turns."""
+    jobs = call_of(100, 100)
+    others = [Job(100, 1.0, ready=100) for _ in range(20)]
+    step = batcher_of(*jobs, *others, overhead=math.inf, step_tokens=1000).next_step(2.0)
+    assert jobs_of(step) == [jobs[0], *others[:9]]
+
+
+def test_a_call_encodes_its_pictures_before_a_step_with_room():
+    """On a shared lane its steps, texts included, wait for its own pictures, and for those of no other call."""
+    settings = {"overhead": 0.0, "vision_patches": 100, "step_tokens": 300}
+    pictured = [Job(70, 0.0, True, pictures=[Picture(100)], call="a call") for _ in range(3)]
+    text, other = call_of(70), call_of(70, call="another call")
+    assert isinstance(batcher_of(*text, *pictured, **settings).next_work(0.0), Encode)
+    assert isinstance(batcher_of(*other, *pictured, **settings).next_work(0.0), Step)
+    assert isinstance(batcher_of(*text, *pictured, Job(9, 0.0), **settings).next_work(0.0), Step)
+    assert isinstance(batcher_of(*call_of(240), *pictured, **settings).next_work(0.0), Step)  # no room

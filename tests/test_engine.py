@@ -1,8 +1,11 @@
 """The engine: failures stay with their request, any loop may call it, and it ends cleanly."""
 
 import asyncio
+import contextlib
+import math
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import checkpoints
 import engines
@@ -235,3 +238,88 @@ def test_pictures_are_taken_in_as_there_is_room(monkeypatch):
         assert len(held) == 5
         assert max(held) < 2 * min(held)
         assert room.held == 0
+
+
+class Steps(Observer):
+    """Requests of each step."""
+
+    def __init__(self):
+        self.requests, self.heard = [], threading.Semaphore(0)
+
+    def stepped(self, *, requests, **_):
+        self.requests.append(requests)
+        self.heard.release()
+
+
+class Turns:
+    """An engine that lets requests out of the intake one by one, or as they come if their id is "free".
+
+    `overhead` are the tokens in whose time a step starts: so long a call's step with room waits for the others.
+    """
+
+    def __init__(self, overhead):
+        self.steps = Steps()
+        with checkpoints.quiet():
+            self.prefiller = Prefiller.from_pretrained(checkpoints.cached("smolvlm"), observer=self.steps)
+        self.prefiller.prefill("what a step takes is known from here on")
+        self.steps.requests.clear()
+        self.prefiller._engine._driver.batcher.overhead = overhead
+        self._gate, self._prepare = threading.Semaphore(0), self.prefiller.intake.prepare
+        self.prefiller.intake.prepare = self._gated
+
+    def _gated(self, request):
+        if request.id != "free":
+            assert self._gate.acquire(timeout=60)
+        return self._prepare(request)
+
+    def let(self, count=1):
+        self._gate.release(count)
+
+    @contextlib.contextmanager
+    def call(self, *texts):
+        """`prefill_many` meanwhile, until all are through."""
+        with ThreadPoolExecutor() as pool, self.prefiller:
+            outcomes = pool.submit(self.prefiller.prefill_many, texts)
+            yield
+            assert all(isinstance(each, PrefillResult) for each in outcomes.result(timeout=60))
+
+
+def test_requests_that_come_together_share_a_step():
+    """Twelve texts of one call run in one step, however they trickle out of the intake; nobody sees one before all."""
+    turns = Turns(overhead=math.inf)
+    with turns.call(*(f"text {i}" for i in range(12))):
+        for _ in range(12):
+            turns.let()
+    assert turns.steps.requests == [12]
+
+
+def test_a_call_waits_no_longer_than_a_step_takes_to_start():
+    """Where steps cost nothing to start, each runs as its request leaves the intake, and the lane does not idle."""
+    turns = Turns(overhead=0.0)
+    with turns.call("one", "two"):
+        turns.let()
+        assert turns.steps.heard.acquire(timeout=60)  # the first prefill's
+        assert turns.steps.heard.acquire(timeout=60)
+        turns.let()
+    assert turns.steps.requests == [1, 1]
+
+
+def test_a_single_request_is_not_held_up_by_a_call():
+    """While a call's step waits for a sibling that does not come, a request that came by itself is served."""
+    turns = Turns(overhead=math.inf)
+    with turns.call("one", "two"):
+        turns.let()
+        assert turns.prefiller._engine.start(Request(prompt="x", id="free")).result(timeout=60).id == "free"
+        turns.let()
+    assert sum(turns.steps.requests) == 3
+
+
+def test_a_sibling_that_fails_in_the_intake_is_not_waited_for():
+    """The step that waited for it runs at once."""
+    turns = Turns(overhead=math.inf)
+    with ThreadPoolExecutor() as pool, turns.prefiller:
+        outcomes = pool.submit(turns.prefiller.prefill_many, ["good", Request(prompt="bad", images=[b""])])
+        turns.let(2)
+        good, bad = outcomes.result(timeout=60)
+    assert isinstance(good, PrefillResult)
+    assert isinstance(bad, MediaError)
