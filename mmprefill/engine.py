@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mmprefill.config import PrefillConfig
-from mmprefill.encoders import families, tower_attention
+from mmprefill.encoders import families, pixels, tower_attention
 from mmprefill.encoders.text import Intake
 from mmprefill.errors import EngineClosedError
 from mmprefill.flow import Flow, Watch
@@ -72,7 +72,8 @@ class AsyncPrefiller:
             if route.plan:
                 self._lanes.prefill.call(packed_attention.fuse, self.family.decoder, route.plan)
         self.session = Session(bundle, self.family, route, self._lanes.prefill)
-        self.intake = Intake(bundle.processor, self.family.placeholders, self.config, bundle.context)
+        processor = pixels.shared(bundle.processor)
+        self.intake = Intake(processor, self.family.placeholders, self.config, bundle.context)
         self._flow = Flow(self.session, self.intake, self.config, self._lanes, trace, guarded(observer))
         self._driver, self._stores = self._flow.driver, self._flow.stores
         self._closed, self._closing = False, threading.Lock()  # nothing is submitted behind the last look of `_drain`

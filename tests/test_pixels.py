@@ -1,0 +1,72 @@
+"""Pictures that several requests show at once go through the image processor once, and come out as if alone."""
+
+import copy
+import gc
+import threading
+
+import checkpoints
+import engines
+import pytest
+import torch
+from transformers import AutoProcessor
+
+from mmprefill import Request
+from mmprefill.encoders import pixels
+from mmprefill.results import unwrap
+
+
+@pytest.mark.parametrize("family", [*checkpoints.FAMILIES, *checkpoints.GENERIC])
+def test_shared_is_what_the_processor_returns(family):
+    """Twice the same pictures: the same tensors, and equal in everything to the processor's own output."""
+    with checkpoints.quiet():
+        processor = AutoProcessor.from_pretrained(checkpoints.cached(family))
+    stand_in = pixels.shared(processor).image_processor
+    pictures = [[checkpoints.picture(1), checkpoints.picture(2)]]
+    first, second = (stand_in(copy.deepcopy(pictures), return_tensors="pt") for _ in range(2))
+    alone = processor.image_processor(pictures, return_tensors="pt")
+    assert set(first) == set(second) == set(alone)
+    for name, value in alone.items():
+        if isinstance(value, torch.Tensor):
+            assert first[name] is second[name]
+            assert torch.equal(first[name], value)
+        else:
+            assert first[name] == second[name] == value
+
+
+def test_nothing_is_shared_by_mistake():
+    """Other pixels, another order and other arguments are computed anew; so is everything once nobody holds it."""
+    with checkpoints.quiet():
+        processor = AutoProcessor.from_pretrained(checkpoints.cached("qwen2_5_vl"))
+    stand_in = pixels.shared(processor).image_processor
+    one, two = checkpoints.picture(1), checkpoints.picture(2)
+    first = stand_in([one, two], return_tensors="pt")
+    for images, arguments in (([two, one], {}), ([one], {}), ([one, two], {"do_rescale": False})):
+        assert stand_in(images, return_tensors="pt", **arguments)["pixel_values"] is not first["pixel_values"]
+    first.pop("image_grid_thw")  # the user's own record, not ours
+    assert "image_grid_thw" in stand_in([one, two], return_tensors="pt")
+    del first
+    gc.collect()
+    assert not stand_in._outputs
+
+
+def test_questions_about_one_picture_prepare_it_once(monkeypatch):
+    """Of eight questions of one call only the first is resized; the answers are those of each alone."""
+    requests = [Request(prompt=f"question {i}", images=[checkpoints.picture(1)]) for i in range(8)]
+    with engines.open_prefiller("smolvlm", intake_threads=1) as prefiller:
+        kind, calls = type(prefiller.session.bundle.processor.image_processor), []
+        preprocess = kind.preprocess
+        monkeypatch.setattr(kind, "preprocess", lambda *a, **k: (calls.append(1), preprocess(*a, **k))[1])
+        prepare, through, done = prefiller.intake.prepare, [], threading.Event()
+
+        def prepared(request):
+            result = prepare(request)
+            through.append(request)
+            _ = len(through) == 8 and done.set()
+            return result
+
+        monkeypatch.setattr(prefiller.intake, "prepare", prepared)
+        prefiller.session.lane.submit(done.wait, 60)  # the first is on its way until all are through the intake
+        together = [unwrap(each) for each in prefiller.prefill_many(requests)]
+        assert len(calls) == 1
+        alone = prefiller.prefill(Request(prompt="question 3", images=[checkpoints.picture(1)], reuse=False, salt="x"))
+    assert torch.allclose(together[3].next_token_logits, alone.next_token_logits, atol=1e-4)
