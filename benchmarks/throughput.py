@@ -47,7 +47,7 @@ class Measured:
         system: what ran.
         seconds: for all requests.
         tokens_per_second: prompt tokens, padding not counted.
-        flops_share: useful floating point operations per second over the device's bf16 matrix-multiply rate.
+        flops_share: useful floating point operations per second over the device's matrix rate in that dtype.
         peak_bytes: most device memory allocated beyond the weights, the caches of all requests included; 0 on a CPU.
     """
 
@@ -112,10 +112,12 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def matmul_rate(device: torch.device, size: int | None = None, rounds: int = 10) -> float:
-    """Floating point operations per second of a square bf16 matrix multiply: the best of `rounds`."""
+def matmul_rate(
+    device: torch.device, size: int | None = None, rounds: int = 10, dtype: torch.dtype = torch.bfloat16
+) -> float:
+    """Floating point operations per second of a square matrix multiply: the best of `rounds`."""
     size = size or (8192 if device.type == "cuda" else 2048)
-    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     best = 0.0
     for _ in range(rounds):
         _finish(device)
@@ -137,7 +139,7 @@ def flops(bundle: ModelBundle, requests: Sequence[Messages]) -> int:
 def compare(folder: Path, device: str, dtype: str, requests: Sequence[Messages], rounds: int = 3) -> list[Measured]:
     """Every system on the same requests, in interleaved rounds after one that warms up."""
     plain = load(folder, device=device, dtype=dtype)
-    rate, work = matmul_rate(plain.model.device), flops(plain, requests)
+    rate, work = matmul_rate(plain.model.device, dtype=plain.model.dtype), flops(plain, requests)
     tokens = sum(_inputs(plain, [request])["input_ids"].numel() for request in requests)
     with Prefiller.from_pretrained(folder, device=device, dtype=dtype, config=NOTHING_KEPT) as prefiller:
         lane = prefiller.session.lane  # all run on one thread: on a CPU each thread has a team of its own
@@ -182,7 +184,7 @@ def _measured(name: str, times: Sequence[tuple[float, int]], tokens: int, work: 
 
 def table(rows: Sequence[Measured]) -> str:
     """The rows for people."""
-    lines = [f"{'':28} {'seconds':>9} {'tokens/s':>10} {'of bf16 rate':>13} {'peak MiB':>9}"]
+    lines = [f"{'':28} {'seconds':>9} {'tokens/s':>10} {'of the rate':>13} {'peak MiB':>9}"]
     for row in rows:
         peak = f"{row.peak_bytes / 2**20:9.0f}" if row.peak_bytes else f"{'-':>9}"
         lines.append(f"{row.system:28} {row.seconds:9.2f} {row.tokens_per_second:10.0f} {row.flops_share:13.1%} {peak}")
