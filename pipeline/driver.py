@@ -130,6 +130,7 @@ class Driver:
             del self._active[job]
             self._moving.discard(active)
             active.finished.cancel()
+            active.on_progress.clear()  # they hold the request: a cycle, whose pixels only the garbage collector would free
             job.ready = 0
             if not job.pictures:  # else others wait for one of them: it leaves with the last
                 self.batcher.remove(job)
