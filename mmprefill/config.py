@@ -76,8 +76,10 @@ class PrefillConfig:
         intake_threads: host threads that decode, resize and tokenise.
         max_waiting: requests admitted at once; further ones wait at the door.
         admission_rate: requests admitted per second; None for no bound.
-        encoder_bytes: encoder outputs kept for pictures that come back; 0 keeps none.
-        prefix_bytes: KV and logits kept for prompts that share a beginning; 0 keeps none.
+        encoder_bytes: encoder outputs kept for pictures that come back; 0 keeps none. None chooses by model: an eighth of
+            its weights, at least 32 and at most 256 MiB.
+        prefix_bytes: KV and logits kept for prompts that share a beginning; 0 keeps none. None chooses likewise, at most
+            512 MiB.
         max_tokens: most prompt tokens of one request; None takes the model's context.
         max_picture_tokens: most of them that one picture or video may take.
         pack_weights: on a CPU, large linear layers keep their weights in oneDNN's layout, in place of the plain ones, and
@@ -94,8 +96,8 @@ class PrefillConfig:
     intake_threads: int = 2
     max_waiting: int = 256
     admission_rate: float | None = None
-    encoder_bytes: int = 256 * 2**20
-    prefix_bytes: int = 512 * 2**20
+    encoder_bytes: int | None = None
+    prefix_bytes: int | None = None
     max_tokens: int | None = None
     max_picture_tokens: int = 16_384
     pack_weights: bool = True
@@ -113,5 +115,5 @@ class PrefillConfig:
         if self.policy not in POLICIES:
             raise ValueError(f"PrefillConfig.policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
         for name in ("encoder_bytes", "prefix_bytes"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"PrefillConfig.{name} must not be negative, got {getattr(self, name)!r}")

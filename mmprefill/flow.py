@@ -24,6 +24,7 @@ from mmprefill.errors import DeadlineError, RequestError
 from mmprefill.metrics import Observer
 from mmprefill.pipeline import batcher, calibrate, decode, generic, memory, merge, positions
 from mmprefill.pipeline.driver import Active, Driver
+from mmprefill.pipeline.footprint import weights_of
 from mmprefill.pipeline.prefill import Prefill
 from mmprefill.pipeline.prefix import adopt
 from mmprefill.pipeline.reuse import Plan, Stores
@@ -59,11 +60,12 @@ class Flow:
             config.intake_threads, thread_name_prefix="mmprefill-intake", initializer=keep_to_one_core
         )
         self.driver = Driver(self._family, session.route.plan, lanes, _batcher(config, self._family), trace, observer)
+        weights = weights_of(self._family.model)
         self.stores = Stores(
             self._family,
             packed=session.route.packed,
-            encoder_bytes=config.encoder_bytes,
-            prefix_bytes=config.prefix_bytes,
+            encoder_bytes=memory.store_bytes(config.encoder_bytes, weights, memory.PICTURES),
+            prefix_bytes=memory.store_bytes(config.prefix_bytes, weights, memory.PROMPTS),
         )
         self._text_stands_alone: bool | None = None  # learnt from the first request with media
         self._door = asyncio.Semaphore(config.max_waiting)

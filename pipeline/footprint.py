@@ -64,17 +64,21 @@ def footprint(bench: Bench) -> Footprint:
     """
     if bench.plan is None:
         raise ValueError(f"{bench.family.name} takes the generic path: its cache is its own, and no budgets apply")
-    model = bench.family.model
-    weights = {
-        id(t) if t.is_mkldnn else t.data_ptr(): t.numel() * t.element_size()
-        for t in [*model.parameters(), *model.buffers()]
-    }
     return Footprint(
-        weights=sum(weights.values()),
+        weights=weights_of(bench.family.model),
         layers=tuple(_layers(bench)),
         step_token=_step_bytes(bench),
         patch=_patch_bytes(bench),
     )
+
+
+def weights_of(model: torch.nn.Module) -> int:
+    """Bytes of parameters and buffers; what several modules share counts once."""
+    sizes = {
+        id(t) if t.is_mkldnn else t.data_ptr(): t.numel() * t.element_size()
+        for t in [*model.parameters(), *model.buffers()]
+    }
+    return sum(sizes.values())
 
 
 def _layers(bench: Bench, tokens: int = 4) -> Iterator[LayerBytes]:

@@ -20,6 +20,7 @@ from mmprefill.pipeline.costs import Costs, Curve
 from mmprefill.pipeline.footprint import Footprint, LayerBytes, footprint, peak
 from mmprefill.pipeline.prefill import Chunk, Prefill, run_step
 
+MIB = 2**20
 COSTS = Costs(Curve.line(0.03, 0.00045), Curve.line(0.01, 0.00026))
 
 
@@ -46,6 +47,17 @@ def test_predicted_kv_is_the_real_one(family):
             result = prefiller.prefill(request)
             assert needs.kv_bytes(len(result.token_ids)) == result.kv_bytes
             assert needs.token * len(result.token_ids) == result.emitted.nbytes
+
+
+@pytest.mark.parametrize(
+    ("weights", "pictures", "prompts"),
+    [(0, 32 * MIB, 32 * MIB), (800 * MIB, 100 * MIB, 100 * MIB), (16 * 1024 * MIB, 256 * MIB, 512 * MIB)],
+)
+def test_stores_follow_the_size_of_the_model(weights, pictures, prompts):
+    """An eighth of the weights within bounds, where nobody chose; what somebody chose, be it nothing, holds."""
+    assert memory.store_bytes(None, weights, memory.PICTURES) == pictures
+    assert memory.store_bytes(None, weights, memory.PROMPTS) == prompts
+    assert [memory.store_bytes(given, weights, memory.PROMPTS) for given in (0, 2**40)] == [0, 2**40]
 
 
 def test_a_finished_request_lets_go_of_its_tensors(monkeypatch):
