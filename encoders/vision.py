@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mmprefill.encoders.families import MEDIA, Family
 from mmprefill.errors import MediaError, PlaceholderError
+from mmprefill.streams import sent
 from mmprefill.types import Prepared
 
 _SPLITTABLE = frozenset({"last_hidden_state", "pooler_output", "deepstack_features", "hidden_states", "attentions"})
@@ -109,7 +110,7 @@ def encode(family: Family, batch: Seq[MediaInputs]) -> list[Any]:
 
 def _placed(family: Family, tensor: Tensor) -> Tensor:
     """On the tower's device; pixels in its dtype, grids and sizes as they are."""
-    return tensor.to(family.device, family.dtype if tensor.is_floating_point() else None)
+    return sent(tensor, family.device, family.dtype if tensor.is_floating_point() else None)
 
 
 def split(output: Any, rows: Seq[int]) -> list[Any] | None:

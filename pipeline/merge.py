@@ -23,6 +23,7 @@ from mmprefill.encoders.vision import placeholder_rows
 from mmprefill.errors import PlaceholderError, RequestError, UnsupportedModelError
 from mmprefill.pipeline.attention import RecordedMask, evaluate, masks
 from mmprefill.pipeline.positions import legal_edges
+from mmprefill.streams import sent
 from mmprefill.types import MaskFunction, Prepared, Sequence
 
 # Arguments of a decoder that we set ourselves, or that only matter outside a packed step.
@@ -115,7 +116,8 @@ def text_stands_alone(family: Family, prepared: Prepared, sequence: Sequence) ->
         bare = merge(family, prepared, None)
     except (RequestError, UnsupportedModelError, RuntimeError, IndexError):
         return False
-    text = ~torch.isin(prepared.input_ids, torch.tensor(list(family.placeholders.values()))).to(family.device)
+    media = torch.isin(prepared.input_ids, torch.tensor(list(family.placeholders.values())))
+    text = sent(~media, family.device)
     same_rows = torch.equal(bare.embeds[:, text], sequence.embeds[:, text])
     return same_rows and bool((bare.positions == sequence.positions).all())
 
@@ -127,7 +129,7 @@ def composite_inputs(family: Family, prepared: Prepared, encoded: Mapping[str, A
     gone = family.features if encoded is None else encoded
     pixels = {name for medium in gone for name in family.takes(medium) if not name.endswith("grid_thw")}
     # Grids stay: positions are computed from them.
-    inputs = {name: tensor.to(family.device) for name, tensor in prepared.inputs.items() if name not in pixels}
+    inputs = {name: sent(tensor, family.device) for name, tensor in prepared.inputs.items() if name not in pixels}
     return {**inputs, "mm_encoder_outputs": dict(encoded)} if encoded else inputs
 
 
