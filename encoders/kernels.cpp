@@ -1,4 +1,5 @@
-// Kernels for a CPU with AVX-512 or AVX2: fused attention, with what comes before it in a decoder's layer, and RMS norms in one pass.
+// Kernels for a CPU with AVX-512 or AVX2: fused attention, with what comes before it in a decoder's layer, RMS norms and
+// activations in one pass.
 //
 // Attention: scores, softmax and the weighted sum of values never leave the cache.
 // A problem is one head's keys and values with every query row that looks at them. Its K is packed once as columns and
@@ -399,6 +400,58 @@ void normalise(const T *x, const T *weight, T *out, int64_t rows, int64_t width,
   }
 }
 
+// Activations, in place; what they come out as may be multiplied by a factor on the way (gated MLPs).
+
+enum Activation { kGelu, kGeluTanh, kSilu, kRelu };
+
+inline Floats sigmoid(Floats x) {
+  Floats small = exp2<float>(mul(absolute(x), all(-1.44269504f))), half = div(all(1.f), add(all(1.f), small));
+  return by_sign(x, half, mul(small, half));
+}
+
+// erfc(|x| / sqrt(2)), to 2e-7: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26.
+inline Floats tails(Floats x) {
+  Floats t = div(all(1.f), fma(absolute(x), all(0.3275911f * 0.70710678f), all(1.f)));
+  Floats sum = all(1.061405429f);
+  for (float part : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) sum = fma(sum, t, all(part));
+  return mul(mul(sum, t), exp2<float>(mul(mul(x, x), all(-0.5f * 1.44269504f))));
+}
+
+template <Activation kind> Floats activated(Floats x) {
+  if constexpr (kind == kGelu) {
+    Floats half = mul(tails(x), all(0.5f));
+    return mul(x, by_sign(x, sub(all(1.f), half), half));
+  } else if constexpr (kind == kGeluTanh) {
+    Floats cubic = fma(mul(x, x), all(0.044715f), all(1.f));
+    return mul(x, sigmoid(mul(mul(x, cubic), all(2 * 0.79788456f))));
+  } else if constexpr (kind == kSilu) {
+    return mul(x, sigmoid(x));
+  } else {
+    return max(zeros(), x);  // in this order a NaN stays one
+  }
+}
+
+template <Activation kind, typename T> void activate(T *x, const T *factor, int64_t count, int threads) {
+#pragma omp parallel for num_threads(threads) if (count > 1 << 14)
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Which which = lanes(0, count - i);
+    Floats made = activated<kind>(widen(x + i, which));
+    if (factor) made = mul(rounded(made, T()), widen(factor + i, which));
+    store(x + i, made, which);
+  }
+}
+
+template <typename T> int activate(T *x, const T *factor, int64_t count, int kind, int threads) {
+  switch (kind) {
+    case kGelu: activate<kGelu>(x, factor, count, threads); break;
+    case kGeluTanh: activate<kGeluTanh>(x, factor, count, threads); break;
+    case kSilu: activate<kSilu>(x, factor, count, threads); break;
+    case kRelu: activate<kRelu>(x, factor, count, threads); break;
+    default: return 1;
+  }
+  return 0;
+}
+
 }  // namespace
 
 extern "C" int attend_float(const Segment *segments, int64_t count, const Shape *shape, int threads) {
@@ -431,4 +484,12 @@ extern "C" int normalise_bf16(const bf16 *x, const bf16 *weight, bf16 *out, int6
                               int offset, int threads) {
   normalise(x, weight, out, rows, width, eps, offset, threads);
   return 0;
+}
+
+extern "C" int activate_float(float *x, const float *factor, int64_t count, int kind, int threads) {
+  return activate(x, factor, count, kind, threads);
+}
+
+extern "C" int activate_bf16(bf16 *x, const bf16 *factor, int64_t count, int kind, int threads) {
+  return activate(x, factor, count, kind, threads);
 }

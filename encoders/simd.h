@@ -34,7 +34,12 @@ inline Units all_units(int32_t x) { return _mm512_set1_epi32(x); }
 inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 inline Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
 inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
 inline Floats fma(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
+inline Floats absolute(Floats x) { return _mm512_abs_ps(x); }
+inline Floats by_sign(Floats x, Floats positive, Floats negative) {
+  return _mm512_mask_blend_ps(_mm512_movepi32_mask(_mm512_castps_si512(x)), positive, negative);
+}
 inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }  // b, if either is NaN
 inline Floats max(Floats a, Floats b, Which which) { return _mm512_mask_max_ps(a, which, a, b); }
 inline Floats only(Floats x, Which which) { return _mm512_maskz_mov_ps(which, x); }
@@ -114,7 +119,10 @@ inline Units units(Floats x) { return _mm256_castps_si256(x); }
 inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
 inline Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
 inline Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+inline Floats div(Floats a, Floats b) { return _mm256_div_ps(a, b); }
 inline Floats fma(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
+inline Floats absolute(Floats x) { return _mm256_andnot_ps(all(-0.f), x); }
+inline Floats by_sign(Floats x, Floats positive, Floats negative) { return _mm256_blendv_ps(positive, negative, x); }
 inline Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 inline Floats max(Floats a, Floats b, Which which) { return _mm256_blendv_ps(a, max(a, b), floats(bits(which))); }
 inline Floats only(Floats x, Which which) { return whole(which) ? x : _mm256_and_ps(x, floats(bits(which))); }

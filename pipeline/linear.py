@@ -28,10 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmprefill.encoders.families import Family
-from mmprefill.pipeline import norm, packed_attention, widen
+from mmprefill.pipeline import activation, norm, packed_attention, widen
+from mmprefill.pipeline.activation import Activation
 
 FEWEST = 2**16  # weights in a layer worth packing: below, the call itself is what takes the time
-Activation = tuple[str, str]  # oneDNN's name, and which algorithm
 PLAIN: Activation = ("none", "")
 _KNOWN: dict[Activation, Callable[[Tensor], Tensor]] = {
     ("gelu", "none"): F.gelu,
@@ -65,12 +65,12 @@ class PackedLinear(nn.Linear):
         return copy.deepcopy(plain, memo)
 
 
-def multiply(layer: nn.Linear, input: Tensor, activation: Activation = PLAIN) -> Tensor:
+def multiply(layer: nn.Linear, input: Tensor, inside: Activation = PLAIN) -> Tensor:
     """A packed layer on an input [..., in], activated."""
     if _foreign(layer, input):
         plain = F.linear(input, layer.weight.to_dense(), layer.bias)
-        return plain if activation == PLAIN else _KNOWN[activation](plain)
-    name, algorithm = activation
+        return plain if inside == PLAIN else _KNOWN[inside](plain)
+    name, algorithm = inside
     made: Tensor = torch.ops.mkldnn._linear_pointwise.default(input, layer.weight, layer.bias, name, [], algorithm)
     return made
 
@@ -105,8 +105,9 @@ def pack(model: nn.Module, later: Collection[nn.Module] = ()) -> int:
     packed = [each for each in layers if type(each) is nn.Linear and not widen.wants(each.weight.dtype)]
     widened = [each for each in layers if widen.wants(each.weight.dtype)]
     fusable: dict[Any, bool] = {}
-    for mlp in [module for module in model.modules() if set(module.children()) & set(packed)]:
-        _fuse(mlp, packed, fusable)
+    fused = [each for each in layers if each in packed or activation.preferred(each.weight.dtype)]
+    for mlp in [module for module in model.modules() if set(module.children()) & set(fused)]:
+        _fuse(mlp, fused, fusable)
     files = _mapped_files() if packed else []
     for layer in packed:
         weight = layer.weight.detach()
@@ -219,19 +220,28 @@ def _hooked(module: nn.Module) -> bool:
 class _Fused:
     """Stands in for an MLP's `forward` as long as its layers are what they were."""
 
-    def __init__(self, mlp: nn.Module, names: Seq[str], activation: Activation) -> None:
-        self.mlp, self.names, self.activation = mlp, names, activation
+    def __init__(self, mlp: nn.Module, names: Seq[str], known: Activation) -> None:
+        self.mlp, self.names, self.activation = mlp, names, known
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         first, *up, last = _layers(self.mlp, self.names)
-        changed = any(type(layer) is not PackedLinear or _hooked(layer) for layer in (first, *up))
+        changed = any(type(layer) not in _MADE_HERE or _hooked(layer) for layer in (first, *up))
         if changed or len(inputs) != 1 or named:
             return type(self.mlp).forward(self.mlp, *inputs, **named)
         (input,) = inputs
+        if activation.preferred(input.dtype):
+            if _foreign(first, input):
+                return type(self.mlp).forward(self.mlp, input)
+            hidden = first(input)
+            activation.activate(hidden, self.activation, *(layer(input) for layer in up))
+            return last(hidden)
         hidden = multiply(first, input, self.activation)
         for layer in up:
             hidden = _multiply_by(layer, input, hidden)
         return last(hidden)
+
+
+_MADE_HERE = PackedLinear, widen.WidenedLinear
 
 
 def _layers(mlp: nn.Module, names: Seq[str]) -> list[nn.Linear]:
@@ -246,14 +256,14 @@ def _fuse(mlp: nn.Module, packable: Collection[nn.Module], fusable: dict[Any, bo
     others = [c for c in mlp.children() if not isinstance(c, (nn.Linear, nn.Dropout, nn.Identity))]
     if not (2 <= len(names) <= 3 and len(others) == 1 and all(mlp._modules[name] in packable for name in names)):
         return
-    activation = _known(others[0])
-    if activation is None:
+    known = _known(others[0])
+    if known is None:
         return
-    kind = type(mlp), tuple(names), activation, _own(mlp)
+    kind = type(mlp), tuple(names), known, _own(mlp)
     if kind not in fusable:
-        fusable[kind] = _same(mlp, names, activation)
+        fusable[kind] = _same(mlp, names, known)
     if fusable[kind]:
-        mlp.forward = _Fused(mlp, names, activation)
+        mlp.forward = _Fused(mlp, names, known)
 
 
 def _own(mlp: nn.Module) -> tuple[Any, ...]:
@@ -280,12 +290,12 @@ def _known(module: nn.Module) -> Activation | None:
 
 
 @torch.no_grad()
-def _same(mlp: nn.Module, names: Seq[str], activation: Activation) -> bool:
+def _same(mlp: nn.Module, names: Seq[str], known: Activation) -> bool:
     twin = copy.deepcopy(mlp).float()
     first, *up, last = _layers(twin, names)
     try:
         input = torch.randn(1, 2, first.in_features, generator=torch.Generator().manual_seed(0))
-        hidden = _KNOWN[activation](first(input))
+        hidden = _KNOWN[known](first(input))
         for layer in up:
             hidden = hidden * layer(input)
         return bool(torch.allclose(twin(input), last(hidden), rtol=1e-4, atol=1e-5))

@@ -8,6 +8,8 @@ rate; the weights stay in memory as they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -58,10 +60,11 @@ KINDS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def _convolve(layer: nn.Conv2d | nn.Conv3d, input: Tensor) -> Tensor:
+    convolve: Callable[[Tensor, Tensor, Tensor | None], Tensor] = layer._conv_forward
     if input.dtype != layer.weight.dtype or (input.requires_grad and torch.is_grad_enabled()):
-        return layer._conv_forward(input, layer.weight, layer.bias)
+        return convolve(input, layer.weight, layer.bias)
     bias = None if layer.bias is None else layer.bias.float()
-    return layer._conv_forward(input.float(), layer.weight.float(), bias).to(input.dtype)
+    return convolve(input.float(), layer.weight.float(), bias).to(input.dtype)
 
 
 def wants(dtype: torch.dtype) -> bool:

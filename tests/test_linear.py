@@ -11,8 +11,9 @@ from test_parity import EVERY, plain, prepared_requests
 from torch import nn
 
 from mmprefill import PrefillConfig, Prefiller
+from mmprefill.encoders import kernels
 from mmprefill.models import load
-from mmprefill.pipeline import linear, widen
+from mmprefill.pipeline import activation, linear, widen
 from mmprefill.results import unwrap
 
 if not torch.backends.mkldnn.is_available():
@@ -66,9 +67,25 @@ def test_an_mlp_is_fused_and_equal(activation, gated, dtype):
     wanted, exact = mlp(x), frozen(Mlp(activation, gated), torch.float64)
     exact.load_state_dict(mlp.state_dict())
     assert linear.pack(mlp) == 2 + gated
-    assert ("forward" in vars(mlp)) is not widen.wants(dtype)
+    assert "forward" in vars(mlp)
     error = (mlp(x).double() - exact(x.double())).abs().max()
     assert error <= 1.1 * (wanted.double() - exact(x.double())).abs().max() + (1e-6 if dtype == torch.float32 else 0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("known", activation.KINDS, ids=str)
+def test_activations_on_their_own(known, dtype):
+    """In one pass, alone and as a gate: as in double precision, also far from zero, at odd sizes and for NaN."""
+    if kernels.function("activate", dtype) is None:
+        pytest.skip("no kernel on this machine")
+    x = torch.cat([torch.linspace(-30, 30, 997), torch.tensor([0.0, -0.0, 1e30, -1e30, float("nan")])]).to(dtype)
+    factor, exact = torch.randn(x.shape).to(dtype), linear._KNOWN[known](x.double())
+    alone, gate = x.clone(), x.clone()
+    activation.activate(alone, known)
+    activation.activate(gate, known, factor)
+    step = torch.finfo(dtype).eps
+    assert torch.allclose(alone.double(), exact, rtol=step, atol=1e-6, equal_nan=True)
+    assert torch.allclose(gate.double(), exact * factor.double(), rtol=2 * step, atol=1e-6, equal_nan=True)
 
 
 def test_a_fused_mlp_takes_its_input_by_name():
