@@ -64,11 +64,15 @@ def test_hybrids_are_generic(family):
 
 
 def test_every_path_equals_transformers(prefiller):
-    """Alone, packed with others and shuffled: logits and KV within 1e-4, greedy continuations of 16 tokens identical."""
+    """Alone, packed with others and shuffled: logits and KV within 1e-4, greedy continuations of 16 tokens identical.
+
+    A recurrence with random weights (MiniCPM-V 4.6) makes 1e-4 of a last place: there on some processors transformers'
+    own attention functions differ by more than that, and KV is held to twice their difference.
+    """
     report = verify(prefiller, threads=(1,))
     for row in report.rows:
         assert row.logits.max <= 1e-4, row
-        assert row.kv.max <= 1e-4, row
+        assert row.kv.max <= row.limit_kv, row
         assert row.greedy == row.requests, row
 
 
