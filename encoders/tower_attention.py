@@ -1,4 +1,4 @@
-"""Attention of a vision tower on a CPU: fused, or in tiles that stay in cache.
+"""Attention of a vision tower: on a CPU fused, or in tiles that stay in cache; on CUDA all windows in one call.
 
 torch's CPU kernel for bf16 attention reaches a third of the rate of its matrix multiplications at a tower's shapes
 (1,024 patches, heads of 64). The fused kernel (`fused_attention.py`) runs at twice to three times its speed. Where there
@@ -6,7 +6,8 @@ is no such kernel, two batched products per tile of queries, with the scores bet
 up to 1.5x as fast as torch's. Scores of tiles are rounded to bf16 on the way, as in transformers' eager attention.
 
 Towers that look at windows or at several pictures in one row call attention once per window, unless their config asks
-for some flash attention: then they hand the boundaries over, which is what they are asked for here.
+for some flash attention: then they hand the boundaries over, which is what they are asked for here. On CUDA the boundaries
+stay on the device (`varlen.py`): reading them would wait for it, once a layer.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from mmprefill.encoders import fused_attention
+from mmprefill.encoders import fused_attention, varlen
 from mmprefill.encoders.fused_attention import Rows
+from mmprefill.encoders.varlen import Bounds
 
 NAME = "mmprefill_tower"
 NAME_BOUNDS = "mmprefill_tower_flash"  # transformers looks for "flash" in the name before it hands over boundaries
@@ -40,11 +42,16 @@ def tower_attention(
     With `cu_seq_lens_q` (B is 1) each stretch between two boundaries attends to itself only. What neither kernel nor
     tiles are made for (masks, causal towers, dropout, other devices and dtypes) goes to transformers' sdpa attention.
     """
-    bounds = arguments.pop("cu_seq_lens_q", None)
-    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
+    bounds, longest = arguments.pop("cu_seq_lens_q", None), arguments.pop("max_length_q", None)
+    for name in ("cu_seq_lens_k", "max_length_k"):
         arguments.pop(name, None)
+    plain = _plain(module, attention_mask, arguments)
+    if plain and bounds is not None and longest and varlen.serves(query, key, value):
+        edges = bounds.to(query.device, torch.int32)
+        within = Bounds(edges, edges, int(longest), int(longest))
+        return varlen.attend(query, key, value, within, arguments.get("scaling"), causal=False), None
     pieces = [(0, query.shape[2])] if bounds is None else list(pairwise(bounds.tolist()))
-    if _plain(module, attention_mask, arguments):
+    if plain:
         if fused_attention.serves(query, key, value) and not query.requires_grad:
             return _fused(query, key, value, pieces, arguments.get("scaling")), None
         if len(pieces) == 1 and _tileable(query, key, value):

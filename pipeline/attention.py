@@ -12,25 +12,33 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from mmprefill.encoders import fused_attention
+from mmprefill.encoders import fused_attention, varlen
 from mmprefill.encoders.fused_attention import Rows
+from mmprefill.encoders.varlen import Bounds
 from mmprefill.types import MaskFunction
 
 KEYWORD = "mmprefill_step"
 _PREFIX = "mmprefill_"
 FEWEST_FUSED = 16  # rows of queries over stored keys
+# Stored keys up to which a sequence shares a call on CUDA, for which they are copied: 8 KB a key (of 8 heads of 128 in
+# bf16, read and written) at 3 TB/s are then what a launch of 10 us costs. Reckoned, not measured.
+MOST_COPIED = 4096
+BOTTOM_RIGHT = ("cuda",)  # types of devices with kernels for causal attention of few queries to more keys
 
 
 @dataclass(frozen=True)
@@ -49,11 +57,16 @@ class Segment:
     done: int
     rule: MaskFunction | None = None
 
+    @property
+    def slice(self) -> slice:
+        """Its rows."""
+        return slice(self.start, self.start + self.rows)
+
 
 class PackedStep(Protocol):
     """What attention needs to know of a running step."""
 
-    masks: dict[Any, Tensor | None]  # built once per step and kind of layer
+    masks: dict[Any, Tensor | None]  # and bounds: built once per step and kind of layer
 
     def segments(self, layer: int) -> Iterator[Segment]:
         """The step's sequences in the order of their rows."""
@@ -168,47 +181,128 @@ def ragged_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     window, chunk = step.limits(layer)
     window = sliding_window or window
-    out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     plain = softcap is None and s_aux is None
+    pairs = zip(step.segments(layer), step.context(layer, key, value), strict=True)
+    packed, alone = _sorted([_Part(segment, *context) for segment, context in pairs], query, (key, value), chunk, plain)
+    if not alone and not any(part.far for part in packed):
+        return _packed(step, packed, query, (key, value), scaling, window)
+    out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     fused = []
-    for segment, (keys, values) in zip(step.segments(layer), step.context(layer, key, value), strict=True):
-        rows = slice(segment.start, segment.start + segment.rows)
-        if (
-            plain
-            and _belongs(segment, query, (key, value), (keys, values))
-            and _fusable(segment, query.shape[1] // keys.shape[1], chunk)
-        ):
-            fused.append(Rows(query[0, :, rows], keys[0], values[0], out[0, rows].transpose(0, 1), segment.done))
+    for part in alone:
+        segment, keys, values = part
+        if plain and _fusable(part, query, (key, value), chunk):
+            place = out[0, segment.slice].transpose(0, 1)
+            fused.append(Rows(query[0, :, segment.slice], keys[0], values[0], place, segment.done))
             continue
         kind = (segment, window, chunk)
         if kind not in step.masks:
             step.masks[kind] = visible(segment, window, chunk, query.device)
         mask = step.masks[kind]
-        attended = _attend(query[:, :, rows], keys, values, mask, scaling, softcap, s_aux)
-        out[:, rows] = attended.transpose(1, 2)
+        attended = _attend(query[:, :, segment.slice], keys, values, mask, scaling, softcap, s_aux)
+        out[:, segment.slice] = attended.transpose(1, 2)
     if fused:
         fused_attention.attend(fused, scaling, causal=True, window=window)
+    for group in _calls(packed):
+        rows = [part.segment.slice for part in group]
+        queries = _joined([query[:, :, each] for each in rows])
+        attended = _packed(step, group, queries, None, scaling, window)
+        for each, piece in zip(rows, attended.split([part.segment.rows for part in group], 1), strict=True):
+            out[:, each] = piece
     return out
 
 
-def _belongs(segment: Segment, query: Tensor, fresh: tuple[Tensor, Tensor], read: tuple[Tensor, Tensor]) -> bool:
-    """Whether the kernel serves what is read: stored rows need not be like this step's, and a kernel checks nothing."""
+class _Part(NamedTuple):
+    """A segment with the keys and values [1, G, done + rows, W] that it looks at."""
+
+    segment: Segment
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def far(self) -> bool:
+        """Whether its keys are too many to be copied."""
+        return self.segment.done > MOST_COPIED
+
+
+def _sorted(
+    parts: list[_Part], query: Tensor, fresh: tuple[Tensor, Tensor], chunk: int | None, plain: bool
+) -> tuple[list[_Part], list[_Part]]:
+    """What may share calls of `varlen`, and the rest."""
+    if not plain or not varlen.serves(query, *fresh):
+        return [], parts
+    packed: list[_Part] = []
+    alone: list[_Part] = []
+    for part in parts:
+        stored = part.segment.done > 0  # what is fresh is a piece of what was just asked about
+        served = _plainly(part.segment, chunk) and _belongs(part, fresh)
+        served = served and (not stored or varlen.serves(query, part.keys, part.values))
+        (packed if served else alone).append(part)
+    return packed, alone
+
+
+def _calls(packed: list[_Part]) -> Iterator[list[_Part]]:
+    """Those with few stored keys together; each of the others alone, where its keys are read in place.
+
+    With one arena for all sequences a block table would do that for all of them in one call.
+    """
+    near = [part for part in packed if not part.far]
+    if near:
+        yield near
+    yield from ([part] for part in packed if part.far)
+
+
+def _packed(
+    step: PackedStep,
+    parts: Seq[_Part],
+    query: Tensor,
+    fresh: tuple[Tensor, Tensor] | None,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """One call: query [1, H, N, W] of all parts -> [1, N, H, W]; `fresh` is what the layer made for all of them."""
+    lengths = tuple((part.segment.rows, part.segment.done + part.segment.rows) for part in parts)
+    edges = step.masks.get(("edges", lengths))
+    if edges is None:
+        edges = step.masks["edges", lengths] = varlen.edges(lengths, query.device)
+    if fresh is None or fresh[0].shape[2] != sum(keys for _, keys in lengths):
+        fresh = _joined([part.keys for part in parts]), _joined([part.values for part in parts])
+    return varlen.attend(query, *fresh, Bounds.of(lengths, edges), scaling, causal=True, window=window)
+
+
+def _joined(tensors: Seq[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), 2)
+
+
+def _belongs(part: _Part, fresh: tuple[Tensor, Tensor]) -> bool:
+    """Whether what is read is like what this step made: stored rows need not be, and a kernel checks nothing."""
+    read = part.keys, part.values
     alike = all(a.shape[1] == b.shape[1] and a.shape[3] == b.shape[3] for a, b in zip(fresh, read, strict=True))
-    return alike and read[0].shape[2] == segment.done + segment.rows and fused_attention.serves(query, *read)
+    return alike and part.keys.shape[2] == part.segment.done + part.segment.rows
 
 
-def _fusable(segment: Segment, shared: int, chunk: int | None) -> bool:
-    """Causal, perhaps in a window, with rows enough (`shared` heads have the same keys) to pay for packing the keys."""
-    within = not chunk or segment.done + segment.rows <= chunk
-    return segment.rule is None and within and (not segment.done or segment.rows * shared >= FEWEST_FUSED)
+def _plainly(segment: Segment, chunk: int | None) -> bool:
+    """Causal, perhaps in a window."""
+    return segment.rule is None and (not chunk or segment.done + segment.rows <= chunk)
+
+
+def _fusable(part: _Part, query: Tensor, fresh: tuple[Tensor, Tensor], chunk: int | None) -> bool:
+    """Whether there is a kernel for it on a CPU, and rows enough (of all heads with the same keys) to pack those for."""
+    segment, shared = part.segment, query.shape[1] // max(1, part.keys.shape[1])
+    enough = not segment.done or segment.rows * shared >= FEWEST_FUSED
+    return (
+        _plainly(segment, chunk)
+        and enough
+        and _belongs(part, fresh)
+        and fused_attention.serves(query, part.keys, part.values)
+    )
 
 
 def visible(segment: Segment, window: int | None, chunk: int | None, device: torch.device) -> Tensor | None:
-    """Which keys each query sees, bool [rows, done + rows]; None where plain causal attention over fresh rows does it."""
+    """Which keys each query sees, bool [rows, done + rows]; None where plain causal attention does it."""
     total = segment.done + segment.rows
     if segment.rule is None:
         fits = (not window or total <= window) and (not chunk or total <= chunk)
-        if fits and (segment.done == 0 or segment.rows == 1):
+        if fits and (segment.done == 0 or segment.rows == 1 or device.type in BOTTOM_RIGHT):
             return None
     query = torch.arange(segment.done, total, device=device)[:, None]
     key = torch.arange(total, device=device)[None]
@@ -239,6 +333,8 @@ def _attend(
 ) -> Tensor:
     """One sequence: query [1, H, q, W], key and value [1, G, k, W] -> [1, H, q, W]."""
     if softcap is None and s_aux is None:
+        if mask is None and 1 < query.shape[2] < key.shape[2]:
+            return _attend_onward(query, key, value, scaling)
         grouped = query.shape[1] != key.shape[1]
         causal = mask is None and query.shape[2] > 1
         if grouped and mask is not None:  # a masked grouped call leaves the fast kernels
@@ -247,6 +343,16 @@ def _attend(
             query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=grouped
         )
     return _attend_eagerly(query, _repeat(query, key), _repeat(query, value), mask, scaling, softcap, s_aux)
+
+
+def _attend_onward(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Causal, with the last query at the last key; no mask where there is a kernel for it."""
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and not can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, grouped)):
+        key, value, grouped = _repeat(query, key), _repeat(query, value), False
+    bias = causal_lower_right(1, 1)  # allocates for its sizes, although nobody reads it: they are told afterwards
+    bias.seq_len_q, bias.seq_len_kv = query.shape[2], key.shape[2]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=grouped)
 
 
 def _repeat(query: Tensor, heads: Tensor) -> Tensor:
@@ -267,7 +373,8 @@ def _attend_eagerly(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is None and query.shape[2] > 1:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        own = key.shape[2] - query.shape[2]  # index among the keys of the first query's
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(own)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     if s_aux is None:
