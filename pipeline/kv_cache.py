@@ -8,6 +8,7 @@ case for either.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,24 +20,39 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from mmprefill.pipeline.attention import Segment
 from mmprefill.types import MaskFunction
 
+ALIGNED, TOGETHER = 64, 16  # bytes; most layers in an allocation
+
+
+def together(plan: LayerPlan | None) -> int:
+    """How many layers share an allocation, so that nothing of it is left over; 1 where layers differ."""
+    if plan is None or len(set(plan.kinds)) > 1:
+        return 1
+    return max(count for count in range(1, TOGETHER + 1) if len(plan.kinds) % count == 0)
+
 
 @dataclass
 class SequenceKV:
     """Keys and values of one sequence, layer -> (K, V) of [1, G, capacity, W].
 
-    Buffers are allocated from the first tensors seen, so widths and head counts may differ per layer.
+    Buffers are allocated from the first tensors seen, so widths and head counts may differ per layer; several at once,
+    or what every layer keeps would lie between what it throws away, and the heap would grow around it.
     [0, length) is valid; only the step that is running writes, at [length, ...).
+
+    Args:
+        together: layers that share an allocation, see `together`.
     """
 
     capacity: int
     length: int = 0
     shared: bool = False  # others read it too: what is handed to a user must be a copy
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    together: int = 1
+    _spare: Tensor | None = field(default=None, repr=False)  # bytes of the last allocation that are not in use
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store new rows [1, G, n, W] after the valid ones; `length` moves when the whole step is done."""
         if layer not in self.layers:
-            self.layers[layer] = (self._buffer(key), self._buffer(value))
+            self.layers[layer] = self._buffers(key, key.shape[1::2], value.shape[1::2])
         end = self.length + key.shape[2]
         for buffer, new in zip(self.layers[layer], (key, value), strict=True):
             buffer[:, :, self.length : end] = new
@@ -44,12 +60,21 @@ class SequenceKV:
     def room(self, layer: int, like: Tensor, groups: int, width: int) -> tuple[Tensor, Tensor]:
         """The buffers of a layer, allocated if they are not there, for a kernel that writes into them."""
         if layer not in self.layers:
-            shape = (1, groups, self.capacity, width)
-            self.layers[layer] = (like.new_empty(shape), like.new_empty(shape))
+            self.layers[layer] = self._buffers(like, (groups, width), (groups, width))
         return self.layers[layer]
 
-    def _buffer(self, like: Tensor) -> Tensor:
-        return like.new_empty(1, like.shape[1], self.capacity, like.shape[3])
+    def _buffers(self, like: Tensor, *shapes: Seq[int]) -> tuple[Tensor, Tensor]:
+        """Of a layer's K and V, whose [G, W] are given."""
+        sizes = [groups * self.capacity * width * like.element_size() for groups, width in shapes]
+        steps = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+        if self._spare is None or len(self._spare) < sum(steps):
+            self._spare = like.new_empty(sum(steps) * self.together, dtype=torch.uint8)
+        own, self._spare = self._spare[: sum(steps)], self._spare[sum(steps) :]
+        key, value = (
+            part[:size].view(like.dtype).view(1, groups, self.capacity, width)
+            for part, size, (groups, width) in zip(own.split(steps), sizes, shapes, strict=True)
+        )
+        return key, value
 
     def view(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
         """The first `end` rows of a layer, without a copy."""
@@ -62,9 +87,9 @@ class SequenceKV:
 
     def grown(self, extra: int) -> SequenceKV:
         """A copy with room for `extra` more tokens; the original stays as it is."""
-        copy = SequenceKV(self.length + extra, length=self.length)
+        copy = SequenceKV(self.length + extra, length=self.length, together=self.together)
         for layer, (key, value) in self.layers.items():
-            buffers = copy._buffer(key), copy._buffer(value)
+            buffers = copy._buffers(key, key.shape[1::2], value.shape[1::2])
             for buffer, old in zip(buffers, (key, value), strict=True):
                 buffer[:, :, : self.length] = old[:, :, : self.length]
             copy.layers[layer] = buffers
@@ -72,8 +97,9 @@ class SequenceKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(t.numel() * t.element_size() for pair in self.layers.values() for t in pair)
+        """Bytes of all allocations behind the buffers."""
+        storages = [tensor.untyped_storage() for pair in self.layers.values() for tensor in pair]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,12 @@ class Prefill:
     logits: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def start(cls, sequence: Sequence, tokens: int | None = None) -> Prefill:
-        """A sequence with nothing stored yet; `tokens` is the prompt's length where `sequence` is only its beginning."""
-        return cls(sequence, SequenceKV(tokens or sequence.length))
+    def start(cls, sequence: Sequence, tokens: int | None = None, together: int = 1) -> Prefill:
+        """A sequence with nothing stored yet; `tokens` is the prompt's length where `sequence` is only its beginning.
+
+        `together` is as in `SequenceKV`.
+        """
+        return cls(sequence, SequenceKV(tokens or sequence.length, together=together))
 
     def continued(self, sequence: Sequence) -> Prefill:
         """The same request with its whole sequence, keeping the rows that its beginning has stored."""
