@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from mmprefill.metrics import Observer
 from mmprefill.pipeline import batcher, calibrate, decode, generic, memory, merge, positions
 from mmprefill.pipeline.driver import Active, Driver
 from mmprefill.pipeline.footprint import weights_of
+from mmprefill.pipeline.kv_cache import together
 from mmprefill.pipeline.prefill import Prefill
 from mmprefill.pipeline.prefix import adopt
 from mmprefill.pipeline.reuse import Plan, Stores
@@ -35,7 +37,9 @@ from mmprefill.types import Prepared, Request, Reuse
 
 Watch = Callable[[Progress | None], None]
 STEP_TOKENS = 1024  # where nothing was measured
-PIXELS = 256 * 2**20  # bytes between intake and result, beyond which no further pictures are taken in
+# Bytes between intake and merge, beyond which no further pictures are taken in: where the tower shares its lane it takes
+# a few dozen times as long as the intake, and a dozen pictures ahead of it are plenty.
+SHARED_PIXELS, OWN_PIXELS = 64 * 2**20, 256 * 2**20
 IN_TURN = ("text_first", "first_come")  # policies that let pictures through in the order in which they come
 
 
@@ -67,9 +71,11 @@ class Flow:
             encoder_bytes=memory.store_bytes(config.encoder_bytes, weights, memory.PICTURES),
             prefix_bytes=memory.store_bytes(config.prefix_bytes, weights, memory.PROMPTS),
         )
+        self._together = together(session.route.plan)
         self._text_stands_alone: bool | None = None  # learnt from the first request with media
         self._door = asyncio.Semaphore(config.max_waiting)
-        self._room = Room(PIXELS if config.policy in IN_TURN else math.inf, config.intake_threads)
+        pixels = SHARED_PIXELS if lanes.vision is lanes.prefill else OWN_PIXELS
+        self._room = Room(pixels if config.policy in IN_TURN else math.inf, config.intake_threads)
         rate = config.admission_rate
         self._rate = Throttler(rate_limit=1, period=1 / rate) if rate else None
 
@@ -160,7 +166,7 @@ class Flow:
     async def _taken_in(
         self, request: Request, prepared: Prepared | None, clock: Clock, call: object | None
     ) -> AsyncIterator[Prepared]:
-        """The request after intake; what its pictures take is counted until the block is left. Text never waits here."""
+        """The request after intake; what its tensors take is counted until the block is left. Text never waits here."""
         if prepared is None and not _shows(request):
             yield await self._prepare(request, call)
             return
@@ -168,13 +174,14 @@ class Flow:
             async with self._room.entrance():
                 clock.lap("queued")
                 prepared = await self._prepare(request, call)
-                size = self._room.take(prepared)
-        else:  # it is in memory already
-            size = self._room.take(prepared)
+                self._room.take(prepared)
+        else:  # it is in memory already, and somebody else's
+            prepared = replace(prepared, inputs=dict(prepared.inputs))
+            self._room.take(prepared)
         try:
             yield prepared
         finally:
-            self._room.leave(size)
+            self._room.leave(prepared)
 
     async def _prepare(self, request: Request, call: object | None) -> Prepared:
         prepare = self._trace.timed("", "intake", self._intake.prepare, request=request.id)
@@ -201,6 +208,7 @@ class Flow:
         plan.took_over(start, shared)
         if plan.entry:
             plan.entry.kv = prefill.kv
+        self._room.drop_pixels(prepared)
         clock.lap("merge")
 
     async def _start_on_text(self, active: Active, plan: Plan, prepared: Prepared, shared: int) -> None:
@@ -215,7 +223,7 @@ class Flow:
 
     def _merge_text(self, prepared: Prepared, tokens: int) -> Prefill | None:
         sequence = merge.merge_text(self._family, prepared, tokens)
-        return Prefill.start(sequence, len(prepared.input_ids)) if sequence else None
+        return Prefill.start(sequence, len(prepared.input_ids), self._together) if sequence else None
 
     def _merge(
         self, prepared: Prepared, encoded: Mapping[str, list[Encoded[Any]]] | None, early: Prefill | None
@@ -223,7 +231,7 @@ class Flow:
         sequence = merge.merge(self._family, prepared, encoded if encoded is None else _taken(encoded))
         if encoded and self._text_stands_alone is None:
             self._text_stands_alone = merge.text_stands_alone(self._family, prepared, sequence)
-        return early.continued(sequence) if early else Prefill.start(sequence)
+        return early.continued(sequence) if early else Prefill.start(sequence, together=self._together)
 
     async def _serve_generic(self, active: Active, plan: Plan, prepared: Prepared, clock: Clock) -> PrefillResult:
         encoded = await self.stores.encode(self.driver, active, plan, prepared)
@@ -340,16 +348,26 @@ class Room:
                 await self._left.wait()
             yield
 
-    def take(self, prepared: Prepared) -> int:
-        """Count a request's tensors; returns their bytes."""
-        size = sum(tensor.nbytes for tensor in prepared.inputs.values())
-        self.held += size
-        return size
+    def take(self, prepared: Prepared) -> None:
+        """Count a request's tensors."""
+        self.held += _size(prepared)
 
-    def leave(self, size: int) -> None:
-        """They are not needed any more."""
-        self.held -= size
+    def drop_pixels(self, prepared: Prepared) -> None:
+        """The embeddings are made: nothing looks at the pixels any more."""
+        before = _size(prepared)
+        for name in [name for name in prepared.inputs if name.startswith("pixel_")]:
+            del prepared.inputs[name]
+        self.held -= before - _size(prepared)
         self._left.set()
+
+    def leave(self, prepared: Prepared) -> None:
+        """They are not needed any more."""
+        self.held -= _size(prepared)
+        self._left.set()
+
+
+def _size(prepared: Prepared) -> int:
+    return sum(tensor.nbytes for tensor in prepared.inputs.values())
 
 
 def _shows(request: Request) -> bool:

@@ -223,7 +223,7 @@ def test_the_callers_loop_goes_on():
 
 def test_pictures_are_taken_in_as_there_is_room(monkeypatch):
     """No further picture is prepared while those that are take more than they may; a text goes past them."""
-    monkeypatch.setattr(flow, "PIXELS", 1)
+    monkeypatch.setattr(flow, "SHARED_PIXELS", 1)
     with engines.open_prefiller("smolvlm", intake_threads=1) as prefiller:
         room, held = prefiller._engine._flow._room, []
         take, lane = room.take, prefiller.session.lane

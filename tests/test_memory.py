@@ -18,6 +18,7 @@ from mmprefill.cli import main
 from mmprefill.pipeline import calibrate, memory, merge
 from mmprefill.pipeline.costs import Costs, Curve
 from mmprefill.pipeline.footprint import Footprint, LayerBytes, footprint, peak
+from mmprefill.pipeline.kv_cache import LayerPlan, SequenceKV, together
 from mmprefill.pipeline.prefill import Chunk, Prefill, run_step
 
 MIB = 2**20
@@ -64,8 +65,8 @@ def test_a_finished_request_lets_go_of_its_tensors(monkeypatch):
     """Pixels, rows and chunks are freed with the result, without the garbage collector."""
     alive, start = [], Prefill.start.__func__
 
-    def noted(cls, *arguments):
-        prefill = start(cls, *arguments)
+    def noted(cls, *arguments, **named):
+        prefill = start(cls, *arguments, **named)
         alive.extend(map(weakref.ref, (prefill, *prefill.sequence.prepared.inputs.values())))
         return prefill
 
@@ -84,6 +85,39 @@ def test_a_finished_request_lets_go_of_its_tensors(monkeypatch):
             assert not [ref for ref in held if ref() is not None]
         finally:
             gc.enable()
+
+
+def test_a_waiting_request_has_let_go_of_its_pixels(monkeypatch):
+    """From the merge on: what waits for a step holds its embeddings only, and leaves room for the next picture."""
+    with open_prefiller("smolvlm") as prefiller:
+        flow = prefiller._engine._flow
+        prefill, seen = flow.driver.prefill, []
+
+        async def noted(active):
+            seen.append((set(active.prefill.sequence.prepared.inputs), flow._room.held))
+            await prefill(active)
+
+        monkeypatch.setattr(flow.driver, "prefill", noted)
+        mine = prefiller.intake.prepare(Request(prompt="what is it", images=[checkpoints.picture(1)]))
+        for request in (Request(prompt="look", images=[checkpoints.picture(2)]), mine):
+            prefiller._engine.start(request).result()
+        assert "pixel_values" in mine.inputs  # somebody else's stay
+    assert len(seen) == 2
+    assert all(names and not any("pixel" in name for name in names) and held < 4096 for names, held in seen)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "layers"), [(["full_attention"] * 30, 15), (["a", "b"] * 4, 1), (["full_attention"], 1)]
+)
+def test_kv_of_several_layers_is_allocated_at_once(kinds, layers):
+    """Without a byte too many where all layers are alike, K and V of different widths included."""
+    plan = LayerPlan(tuple(kinds))
+    kv = SequenceKV(24, together=together(plan))
+    for layer in range(len(kinds)):
+        kv.write(layer, torch.full((1, 2, 24, 16), layer), torch.full((1, 2, 24, 8), -layer))
+    assert together(plan) == layers
+    assert kv.nbytes == len(kinds) * 2 * 24 * (16 + 8) * 8
+    assert all((kv.layers[i][0] == i).all() and (kv.layers[i][1] == -i).all() for i in range(len(kinds)))
 
 
 def test_the_generic_path_has_no_budgets():
