@@ -206,7 +206,7 @@ def _served(dtype: torch.dtype) -> bool:
     if widen.wants(dtype):
         return True
     packs = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    return packs and dtype in (torch.float32, torch.bfloat16)
+    return bool(packs) and dtype in (torch.float32, torch.bfloat16)
 
 
 def _hooked(module: nn.Module) -> bool:
