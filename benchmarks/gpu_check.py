@@ -6,6 +6,9 @@
 
 It takes the environment that it finds: no network, no install, checkpoints made on the spot. Rows run in a worker
 process that is replaced when it crashes, hangs or has lost its CUDA context, so that one bad row costs one row.
+
+Nothing is compiled: a step has another number of rows every time, so torch.compile would spend tens of seconds on graphs
+for any shape, and what it could gain over cuBLAS and one attention call has to be measured on a GPU before it is offered.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -89,11 +92,14 @@ def all_checks(settings: Settings) -> dict[str, Check]:
     """Row name -> what runs; exactness rows have names that begin with "exact"."""
     import checkpoints
     import shapes
+    import varlen_step
 
     packed, generic = list(checkpoints.FAMILIES), list(checkpoints.GENERIC)
     if settings.quick:
         packed, generic = packed[::6], generic[:1]
     checks: dict[str, Check] = {"device": partial(device_facts, settings)}
+    kinds = ["windowed", "reused"] if settings.quick else list(varlen_step.KINDS)
+    checks |= {f"exact varlen {name}": partial(attention_step, settings, name) for name in kinds}
     checks |= {f"exact fp32 {name}": partial(exact_family, settings, name, "fp32") for name in packed}
     checks |= {f"speed {name}": partial(speed, settings, name) for name in shapes.SHAPES}
     checks |= {f"exact bf16 {name}": partial(exact_family, settings, name, "bf16") for name in packed}
@@ -112,12 +118,27 @@ def device_facts(settings: Settings) -> str:
     from throughput import matmul_rate
 
     device = torch.device(settings.device)
-    rate = f"bf16 matmul {matmul_rate(device) / 1e12:.3g} TFLOP/s"
+    rate = f"bf16 matmul {matmul_rate(device, 512 if settings.quick else None) / 1e12:.3g} TFLOP/s"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     if device.type != "cuda":
         return f"{device.type}, {torch.get_num_threads()} threads, {rate}, {versions}"
     facts = torch.cuda.get_device_properties(device)
     return f"{facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.0f} GiB, {rate}, {versions}"
+
+
+def attention_step(settings: Settings, kind: str) -> str:
+    """Attention of a packed step in one call, beside SDPA for each sequence: no less exact, and how much faster."""
+    import torch
+    import varlen_step
+
+    step, rounds = varlen_step.KINDS[kind], 20
+    if settings.quick:
+        step, rounds = replace(step, lengths=tuple((rows // 8, done // 8) for rows, done in step.lengths[:2])), 1
+    with torch.no_grad():
+        figures = varlen_step.measure(step, torch.device(settings.device), torch.bfloat16, rounds)
+    if not figures.errors[0] <= 1.25 * figures.errors[1]:
+        raise OutOfBoundsError(str(figures))
+    return str(figures)
 
 
 def exact_family(settings: Settings, family: str, dtype: str) -> str:
