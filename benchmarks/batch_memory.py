@@ -3,7 +3,7 @@
     python benchmarks/batch_memory.py                    1,000 and 10,000 rows; exit code 1 if they differ by over 20 %
 
 Every row has a picture of 40 distinct ones, top-k and embeddings in the table and KV in shards (deleted at the end). The
-engine's store of prompts is bounded by 32 MiB, which 1,000 rows fill: with the default of 512 the difference between the two
+engine's store of prompts is bounded by 32 MiB, which 1,000 rows fill: with 512 MiB the difference between the two
 would be that of a store half full and a full one. The peak is the process's own, from the kernel, after the model is loaded
 and warm.
 """
