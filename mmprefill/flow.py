@@ -219,6 +219,7 @@ class Flow:
         plan.took_over(start, shared)
         if plan.entry:
             plan.entry.kv = prefill.kv
+        plan.items.clear()
         self._room.drop_pixels(prepared)
         clock.lap("merge")
 
@@ -307,8 +308,8 @@ class Flow:
     ) -> PrefillResult:
         return PrefillResult(
             id=prepared.id,
-            token_ids=prepared.input_ids,
-            positions=places,
+            token_ids=prepared.input_ids.clone(),  # these two are also others': the caller's `Prepared`, later results
+            positions=places.clone(),
             next_position=positions.next_position(places),
             next_token_logits=logits[-1],
             emitted=emitted,

@@ -30,6 +30,13 @@ def together(plan: LayerPlan | None) -> int:
     return max(count for count in range(1, TOGETHER + 1) if len(plan.kinds) % count == 0)
 
 
+def _standing_alone(part: Tensor, like: Tensor) -> Tensor:
+    """Bytes of a larger allocation as a tensor whose storage is no larger than itself: who pickles it writes no more."""
+    start = part.storage_offset()
+    storage = part.untyped_storage()[start : start + len(part)]
+    return like.new_empty(0).set_(storage, 0, (len(part) // like.element_size(),))
+
+
 @dataclass
 class SequenceKV:
     """Keys and values of one sequence, layer -> (K, V) of [1, G, capacity, W].
@@ -67,11 +74,14 @@ class SequenceKV:
         """Of a layer's K and V, whose [G, W] are given."""
         sizes = [groups * self.capacity * width * like.element_size() for groups, width in shapes]
         steps = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+        if self.together == 1 or like.device.type != "cpu":
+            key, value = (like.new_empty(1, groups, self.capacity, width) for groups, width in shapes)
+            return key, value
         if self._spare is None or len(self._spare) < sum(steps):
             self._spare = like.new_empty(sum(steps) * self.together, dtype=torch.uint8)
         own, self._spare = self._spare[: sum(steps)], self._spare[sum(steps) :]
         key, value = (
-            part[:size].view(like.dtype).view(1, groups, self.capacity, width)
+            _standing_alone(part[:size], like).view(1, groups, self.capacity, width)
             for part, size, (groups, width) in zip(own.split(steps), sizes, shapes, strict=True)
         )
         return key, value
@@ -97,9 +107,8 @@ class SequenceKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all allocations behind the buffers."""
-        storages = [tensor.untyped_storage() for pair in self.layers.values() for tensor in pair]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        """Bytes of all buffers."""
+        return sum(t.numel() * t.element_size() for pair in self.layers.values() for t in pair)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import gc
 import itertools
 import json
 import os
+import pickle
 import weakref
 
 import checkpoints
@@ -91,19 +92,29 @@ def test_a_waiting_request_has_let_go_of_its_pixels(monkeypatch):
     """From the merge on: what waits for a step holds its embeddings only, and leaves room for the next picture."""
     with open_prefiller("smolvlm") as prefiller:
         flow = prefiller._engine._flow
-        prefill, seen = flow.driver.prefill, []
+        prefill, seen, pixels, prepare = flow.driver.prefill, [], [], prefiller.intake.prepare
+
+        def watched(request):
+            prepared = prepare(request)
+            pixels.extend(weakref.ref(t) for name, t in prepared.inputs.items() if name.startswith("pixel_"))
+            return prepared
+
+        monkeypatch.setattr(flow._intake, "prepare", watched)
 
         async def noted(active):
-            seen.append((set(active.prefill.sequence.prepared.inputs), flow._room.held))
+            gone = not [ref for ref in pixels if ref() is not None]
+            seen.append((set(active.prefill.sequence.prepared.inputs), flow._room.held, gone))
             await prefill(active)
 
         monkeypatch.setattr(flow.driver, "prefill", noted)
-        mine = prefiller.intake.prepare(Request(prompt="what is it", images=[checkpoints.picture(1)]))
+        mine = prepare(Request(prompt="what is it", images=[checkpoints.picture(1)]))
         for request in (Request(prompt="look", images=[checkpoints.picture(2)]), mine):
             prefiller._engine.start(request).result()
         assert "pixel_values" in mine.inputs  # somebody else's stay
     assert len(seen) == 2
-    assert all(names and not any("pixel" in name for name in names) and held < 4096 for names, held in seen)
+    assert pixels
+    assert all(gone and names and not any("pixel" in name for name in names) for names, _, gone in seen)
+    assert all(held < 4096 for _, held, _ in seen)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +128,7 @@ def test_kv_of_several_layers_is_allocated_at_once(kinds, layers):
         kv.write(layer, torch.full((1, 2, 24, 16), layer), torch.full((1, 2, 24, 8), -layer))
     assert together(plan) == layers
     assert kv.nbytes == len(kinds) * 2 * 24 * (16 + 8) * 8
+    assert len(pickle.dumps(kv.layers)) < 1.2 * kv.nbytes + 2**14  # each tensor's own bytes, not its neighbours'
     assert all((kv.layers[i][0] == i).all() and (kv.layers[i][1] == -i).all() for i in range(len(kinds)))
 
 
