@@ -470,3 +470,17 @@ def test_an_emitted_cache_can_be_copied(smol):
         assert not layer.keys.requires_grad
         assert torch.equal(layer.keys, other.keys)
         assert layer.keys.data_ptr() != other.keys.data_ptr()
+
+
+def test_what_a_user_writes_into_a_result_reaches_no_other():
+    """Positions, tokens and logits of the same prompt, looked up later or prefilled again from one `Prepared`."""
+    with open_prefiller("smolvlm") as prefiller:
+        prepared = prefiller.intake.prepare(Request(prompt="what is it", images=[checkpoints.picture(1)]))
+        first = prefiller._engine.start(prepared).result()
+        kept = first.token_ids.clone(), first.positions.clone(), first.next_token_logits.clone()
+        for tensor in (first.token_ids, first.positions, first.next_token_logits):
+            tensor.zero_()
+        again = prefiller._engine.start(prepared).result()
+        assert again.reuse.why == "the whole prompt was prefilled before"
+        for got, wanted in zip((again.token_ids, again.positions, again.next_token_logits), kept, strict=True):
+            assert torch.equal(got, wanted)
