@@ -216,7 +216,7 @@ class Batcher:
     def _step(self, ranked: Iterable[Job]) -> Step | None:
         takes: list[Take] = []
         left = self.step_tokens
-        for job in _company([job for job in ranked if not job.running and job.ready > job.done]):
+        for job in self._company([job for job in ranked if not job.running and job.ready > job.done]):
             end = self._end(job, left)
             tokens = end - job.done
             if tokens > 0 and (not takes or (tokens <= left and self._joins(job, tokens, takes))):
@@ -256,6 +256,12 @@ class Batcher:
         call = jobs[0].call
         return all(job.call is call for job in jobs) and all(job.call is not None for job in self.jobs)
 
+    def _company(self, ready: Seq[Job]) -> Seq[Job]:
+        """In the order in which they may join the step of the first: those that are waited for alone before those of calls,
+        where no priority says otherwise."""
+        strict = self.order is by_priority
+        return [*ready[:1], *sorted(ready[1:], key=lambda job: (-job.priority * strict, job.call is not None))]
+
     def _joins(self, job: Job, tokens: int, takes: Seq[Take]) -> bool:
         delayed = sum(take.job.call is None for take in takes)
         if job.call is not None:
@@ -265,11 +271,6 @@ class Batcher:
     def _saves(self, tokens: float, delayed: int, waiting: int) -> bool:
         """Whether delaying some jobs by the time of `tokens` costs less than all others gain by a step that is saved."""
         return delayed * tokens <= self.overhead * (waiting - delayed)
-
-
-def _company(ready: Seq[Job]) -> Seq[Job]:
-    """In the order in which they may join the step of the first: those that are waited for alone before those of calls."""
-    return [*ready[:1], *sorted(ready[1:], key=lambda job: job.call is not None)]
 
 
 def _whole(job: Job) -> bool:

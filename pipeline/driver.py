@@ -249,8 +249,9 @@ class Driver:
         until = time.perf_counter() + (GATHER if self._pace is None else self._pace * self.batcher.overhead)
         while (work is None or self._lacks(work)) and (left := until - time.perf_counter()) > 0:
             self._wake.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), left)
+            with suppress(TimeoutError):  # not `wait_for`, which can swallow a cancellation
+                async with asyncio.timeout(left):
+                    await self._wake.wait()
             work = chosen()
         return work
 

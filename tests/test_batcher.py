@@ -364,3 +364,11 @@ def test_a_call_encodes_its_pictures_before_a_step_with_room():
     assert isinstance(batcher_of(*other, *pictured, **settings).next_work(0.0), Step)
     assert isinstance(batcher_of(*text, *pictured, Job(9, 0.0), **settings).next_work(0.0), Step)
     assert isinstance(batcher_of(*call_of(240), *pictured, **settings).next_work(0.0), Step)  # no room
+
+
+def test_priority_holds_within_calls_and_without():
+    """What matters little and is waited for alone does not go before jobs of a call that matter more."""
+    batcher, call = Batcher(by_priority, overhead=1e9), object()
+    for priority, of in ((10, call), (10, call), (10, call), (0, None)):
+        batcher.add(Job(10, 0.0, priority=priority, ready=10, call=of))
+    assert [take.job.priority for take in batcher.next_step(0.0).takes][:3] == [10, 10, 10]
