@@ -27,7 +27,9 @@ class SharedPixels:
         self._outputs: dict[bytes, _Output] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_processor"], name)
+        if "_processor" not in self.__dict__:  # a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._processor, name)
 
     def __call__(self, images: Any, **kwargs: Any) -> Any:
         """As the image processor's own, for the same pictures in the same order with the same arguments."""

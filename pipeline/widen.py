@@ -68,7 +68,9 @@ def _convolve(layer: nn.Conv2d | nn.Conv3d, input: Tensor) -> Tensor:
 
 
 def wants(dtype: torch.dtype) -> bool:
-    """Whether this processor multiplies such numbers faster as fp32: oneDNN has no kernels for them."""
+    """Whether this processor multiplies such numbers faster as fp32: oneDNN is there and has no kernels for them."""
+    if not torch.backends.mkldnn.is_available():
+        return False
     if dtype == torch.bfloat16:
         return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported()

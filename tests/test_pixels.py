@@ -70,3 +70,12 @@ def test_questions_about_one_picture_prepare_it_once(monkeypatch):
         assert len(calls) == 1
         alone = prefiller.prefill(Request(prompt="question 3", images=[checkpoints.picture(1)], reuse=False, salt="x"))
     assert torch.allclose(together[3].next_token_logits, alone.next_token_logits, atol=1e-4)
+
+
+def test_it_can_be_copied():
+    """As users copy a processor to change a setting of it."""
+    with checkpoints.quiet():
+        processor = pixels.shared(AutoProcessor.from_pretrained(checkpoints.cached("smolvlm")))
+    twin = copy.deepcopy(processor.image_processor)
+    assert twin.size == processor.image_processor.size
+    assert not hasattr(twin, "no_such_setting")
