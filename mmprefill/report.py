@@ -126,6 +126,9 @@ def show_report(report: Report, *, as_json: bool) -> None:
     console = _console()
     console.print(f"{report.model}: {report.dtype}, {report.route}", highlight=False)
     console.print(table)
+    for row in report.rows:
+        if not row.passed:
+            console.print(f"[red]{row.path}: {'; '.join(row.exceeded)}[/red]", highlight=False)
     console.print("every path within its bounds" if report.passed else "[red]some path is out of bounds[/red]")
 
 

@@ -6,6 +6,7 @@ our difference stands transformers' own, between its sdpa and eager attention: w
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -79,10 +80,20 @@ class Row:
     @property
     def passed(self) -> bool:
         """Whether everything is within its bound."""
-        within = self.logits.max <= self.limit_logits and self.kv.max <= self.limit_kv
-        if self.limit_rms is not None:
-            within = within and self.logits.rms <= self.limit_rms[0] and self.kv.rms <= self.limit_rms[1]
-        return within and self.greedy == self.requests
+        return not self.exceeded
+
+    @property
+    def exceeded(self) -> tuple[str, ...]:
+        """What is not, in words."""
+        rms = self.limit_rms or (math.inf, math.inf)
+        bounds = (
+            ("logits max", self.logits.max, self.limit_logits),
+            ("logits rms", self.logits.rms, rms[0]),
+            ("KV max", self.kv.max, self.limit_kv),
+            ("KV rms", self.kv.rms, rms[1]),
+            ("other greedy tokens, requests:", self.requests - self.greedy, 0),
+        )
+        return tuple(f"{name} {got:.3g} of at most {most:.3g}" for name, got, most in bounds if not got <= most)
 
 
 @dataclass(frozen=True)
