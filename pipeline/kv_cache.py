@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ def together(plan: LayerPlan | None) -> int:
 def _standing_alone(part: Tensor, like: Tensor) -> Tensor:
     """Bytes of a larger allocation as a tensor whose storage is no larger than itself: who pickles it writes no more."""
     start = part.storage_offset()
-    storage = part.untyped_storage()[start : start + len(part)]
-    return like.new_empty(0).set_(storage, 0, (len(part) // like.element_size(),))
+    storage = cast("torch.UntypedStorage", part.untyped_storage()[start : start + len(part)])
+    return like.new_empty(0).set_(storage, 0, (len(part) // like.element_size(),), (1,))
 
 
 @dataclass
