@@ -340,7 +340,7 @@ class Clock:
 
 
 class Room:
-    """What the pictures of requests may take between intake and result.
+    """What the pictures of requests may take between intake and merge.
 
     Args:
         limit: bytes, beyond which nobody enters.

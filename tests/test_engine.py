@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import checkpoints
 import engines
@@ -16,6 +17,7 @@ from transformers import DynamicCache
 from mmprefill import Prefiller, Rendered, Request, flow
 from mmprefill.errors import EngineClosedError, MediaError, PromptTooLongError, RequestError
 from mmprefill.metrics import Observer
+from mmprefill.pipeline.driver import Driver
 from mmprefill.results import PrefillResult, unwrap
 
 
@@ -323,3 +325,24 @@ def test_a_sibling_that_fails_in_the_intake_is_not_waited_for():
         good, bad = outcomes.result(timeout=60)
     assert isinstance(good, PrefillResult)
     assert isinstance(bad, MediaError)
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_gathering_ends_when_it_is_cancelled(turns):
+    """Also in the turns of the loop in which somebody wakes it; a loop that went on would keep an engine from closing."""
+
+    async def run():
+        batcher = SimpleNamespace(overhead=60.0)
+        driver = SimpleNamespace(_wake=asyncio.Event(), _pace=1.0, batcher=batcher, _lacks=lambda work: True)
+        gathering = asyncio.ensure_future(Driver._filled(driver, lambda: "a step with room"))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        driver._wake.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        gathering.cancel()
+        await asyncio.wait([gathering], timeout=1)
+        assert gathering.cancelled()
+        gathering.cancel()
+
+    asyncio.run(run())
