@@ -166,8 +166,6 @@ def throughput(rows: Seq[Measured]) -> Figure:
 
     Beside each bar: the figure, the multiple of transformers', the share of that rate.
     """
-    from mmprefill.bench import VARIANTS
-
     variants = list(dict.fromkeys(row.variant for row in rows))
     drawn, axes = figure(4.2 * len(variants), 1.5 + 0.45 * len({row.system for row in rows}), axes=len(variants))
     for axis, variant in zip(axes, variants, strict=True):
@@ -181,7 +179,7 @@ def throughput(rows: Seq[Measured]) -> Figure:
         if roof:
             axis.axvline(roof, color=INK, linestyle="--", linewidth=1, zorder=0)
         axis.set_xlim(0, max(1.5 * most, 1.05 * roof))
-        axis.set_title(VARIANTS[variant], fontsize=10, color=INK, loc="left")
+        axis.set_title(mine[0].workload, fontsize=10, color=INK, loc="left")
         axis.set_xlabel(
             "prompt tokens per second" + (", - - all of the matrix rate" if roof else ""), fontsize=9, color=INK
         )

@@ -63,8 +63,12 @@ def test_nothing_ran():
 def test_bench_draws_each_system_under_the_roof():
     """A panel a workload; beside each bar its multiple of transformers'; a line where all of the matrix rate would be."""
     speeds = {"mmprefill": (300.0, 0.6), "transformers": (200.0, 0.4)}
-    rows = [Measured(name, v, rate, 1, 1, 1, 1, (1.0,), part) for v in "ac" for name, (rate, part) in speeds.items()]
+    rows = [
+        Measured(name, v, rate, 1, 1, 1, 1, (1.0,), part, split=True)
+        for v in "ac"
+        for name, (rate, part) in speeds.items()
+    ]
     first, second = plots.throughput(rows).axes
-    assert [first.get_title("left"), second.get_title("left")] == ["different pictures", "text only"]
+    assert [first.get_title("left"), second.get_title("left")] == ["different pictures, split", "text only"]
     assert [text.get_text() for text in first.texts] == ["200, 1.00x, 40%", "300, 1.50x, 60%"]
     assert first.lines[0].get_xdata()[0] == pytest.approx(500)
