@@ -568,10 +568,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         bench = calibrate.Bench(session.family, session.route.plan, prefiller.intake)
         needs = session.lane.call(footprint.footprint, bench)
         room = given or memory.device_memory(session.family.device, needs.weights)
-        least = needs.weights + needs.step_token + needs.patch + needs.token
-        if room < least:  # refused before minutes of measuring; `choose` would do so after them
-            taken = f"the weights take {memory.human(needs.weights)} of {memory.human(room)}"
-            raise ValueError(f"{taken}: give at least {memory.human(least)}")
+        memory.left_by_weights(needs, room)  # refused here, not after minutes of measuring
         costs = session.lane.call(calibrate.costs_of, bench, fresh=arguments.fresh, say=_say)
         budgets = memory.choose(needs, costs, room, arguments.tokens)
     if arguments.json:

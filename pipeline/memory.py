@@ -121,12 +121,7 @@ def choose(needs: Footprint, costs: Costs, memory: int, tokens: int | None = Non
     Raises:
         ValueError: if the weights, or the prompt, do not fit; it says what would.
     """
-    free = memory - needs.weights
-    least = needs.step_token + needs.patch + needs.token
-    if free < least:
-        raise ValueError(
-            f"the weights take {human(needs.weights)} of {human(memory)}: give at least {human(needs.weights + least)}"
-        )
+    free = left_by_weights(needs, memory)
     step, why_step = _fitted(step_tokens(costs), needs.step_token, free, ("step", "tokens"))
     patches, why_patches = _fitted(_fast(costs.tower), needs.patch, free, ("tower call", "patches"))
     transient = step * needs.step_token + patches * needs.patch
@@ -142,6 +137,18 @@ def choose(needs: Footprint, costs: Costs, memory: int, tokens: int | None = Non
         step_tokens=step, chunk_tokens=step, vision_patches=patches, overhead=costs.overhead_tokens, kv_tokens=kv_tokens,
         memory=memory, used=needs.weights + transient + kv_tokens * needs.token, reasons=tuple(reasons),
     )  # fmt: skip
+
+
+def left_by_weights(needs: Footprint, memory: int) -> int:
+    """Bytes of `memory` beside the weights; needs no costs, and so can be asked before they are measured.
+
+    Raises:
+        ValueError: for less than a step of one token, a patch and that token's KV take; it says what would do.
+    """
+    least = needs.weights + needs.step_token + needs.patch + needs.token
+    if memory < least:
+        raise ValueError(f"the weights take {human(needs.weights)} of {human(memory)}: give at least {human(least)}")
+    return memory - needs.weights
 
 
 def step_tokens(costs: Costs) -> tuple[int, str]:
