@@ -565,18 +565,21 @@ def _plan(arguments: argparse.Namespace) -> int:
     given = memory.parse_bytes(arguments.device_memory) if arguments.device_memory else None
     with _open(arguments) as prefiller:
         session = prefiller.session
+        context = session.bundle.context
+        if arguments.tokens is not None and arguments.tokens > context:
+            raise ValueError(f"--tokens {arguments.tokens}: the model's context is {context} tokens")
         bench = calibrate.Bench(session.family, session.route.plan, prefiller.intake)
         needs = session.lane.call(footprint.footprint, bench)
         room = given or memory.device_memory(session.family.device, needs.weights)
         memory.left_by_weights(needs, room)  # refused here, not after minutes of measuring
         costs = session.lane.call(calibrate.costs_of, bench, fresh=arguments.fresh, say=_say)
-        budgets = memory.choose(needs, costs, room, arguments.tokens)
+        budgets = memory.choose(needs, costs, room, arguments.tokens, context)
     if arguments.json:
         print(json.dumps(memory.as_record(needs, costs, budgets)))
     else:
         print("\n".join(memory.as_lines(needs, costs, budgets)))
     if arguments.plot:
-        _plot(arguments.plot, "plan", "Memory against length, and speed", needs, costs, budgets, session.bundle.context)
+        _plot(arguments.plot, "plan", "Memory against length, and speed", needs, costs, budgets, context)
     return 0
 
 

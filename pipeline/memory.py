@@ -20,7 +20,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 SHARE = 0.25  # of what the weights leave, for the transients of a step, and as much for those of a tower call
 LEAST = 256  # tokens or patches that speed alone never goes below: a busy machine measures strange curves
 SPEED = 0.9  # of the best measured rate, at which a larger budget is no longer worth its latency
-LONG = 8192  # tokens of the prompt that chunks are chosen for; longer steps only add latency
+LONG = 8192  # tokens of the prompt that chunks are chosen for, where the model takes so many; longer steps only add latency
 KEPT, SMALL = 1 / 8, 32 * 2**20  # of the weights, for a store whose size nobody chose, and its least bytes
 PICTURES, PROMPTS = 256 * 2**20, 512 * 2**20  # its most bytes, by what it keeps
 LOSS = 0.015  # of its time in one step, which it may take longer in chunks: half a per cent less than the aim
@@ -109,7 +109,9 @@ def store_bytes(given: int | None, weights: int, most: int) -> int:
     return min(max(int(weights * KEPT), SMALL), most) if given is None else given
 
 
-def choose(needs: Footprint, costs: Costs, memory: int, tokens: int | None = None) -> Budgets:
+def choose(
+    needs: Footprint, costs: Costs, memory: int, tokens: int | None = None, context: int | None = None
+) -> Budgets:
     """Budgets that fit in `memory` bytes.
 
     Args:
@@ -117,12 +119,13 @@ def choose(needs: Footprint, costs: Costs, memory: int, tokens: int | None = Non
         costs: measured.
         memory: bytes on the device, weights included.
         tokens: the longest prompt that must fit; None for no such demand.
+        context: the longest prompt that the model takes; None for no bound.
 
     Raises:
         ValueError: if the weights, or the prompt, do not fit; it says what would.
     """
-    free = left_by_weights(needs, memory)
-    step, why_step = _fitted(step_tokens(costs), needs.step_token, free, ("step", "tokens"))
+    free, longest = left_by_weights(needs, memory), min(context or LONG, LONG)
+    step, why_step = _fitted(step_tokens(costs, longest), needs.step_token, free, ("step", "tokens"))
     patches, why_patches = _fitted(_fast(costs.tower), needs.patch, free, ("tower call", "patches"))
     transient = step * needs.step_token + patches * needs.patch
     kv_tokens = (free - transient) // needs.token if needs.token else 0
@@ -131,7 +134,7 @@ def choose(needs: Footprint, costs: Costs, memory: int, tokens: int | None = Non
         raise ValueError(
             f"a prompt of {tokens} tokens needs {human(wanted)} and there are {human(memory)}, which hold {kv_tokens} tokens"
         )
-    why_chunk, why_kv = _why_chunk(needs, costs, step, tokens or LONG), _why_kv(needs, kv_tokens, tokens)
+    why_chunk, why_kv = _why_chunk(needs, costs, step, tokens or longest), _why_kv(needs, kv_tokens, tokens)
     reasons = [why_step, why_chunk, why_patches, _why_overhead(costs), why_kv]
     return Budgets(
         step_tokens=step, chunk_tokens=step, vision_patches=patches, overhead=costs.overhead_tokens, kv_tokens=kv_tokens,
@@ -151,14 +154,14 @@ def left_by_weights(needs: Footprint, memory: int) -> int:
     return memory - needs.weights
 
 
-def step_tokens(costs: Costs) -> tuple[int, str]:
-    """The least step that is fast enough for packed requests and for chunks of a long prompt, and which of them decided."""
+def step_tokens(costs: Costs, longest: int = LONG) -> tuple[int, str]:
+    """The least step that is fast enough for packed requests and for chunks of the longest prompt, and what decided."""
     chunk = LEAST
-    while chunk < LONG and costs.chunking(LONG, chunk) > LOSS:
+    while chunk < longest and costs.chunking(longest, chunk) > LOSS:
         chunk *= 2
     packed, why = _fast(costs.step)
     if packed < chunk:
-        why = f"the least in which a prompt of {LONG} tokens loses at most {LOSS:.1%} to one step over all of it"
+        why = f"the least in which a prompt of {longest} tokens loses at most {LOSS:.1%} to one step over all of it"
     return max(packed, chunk), why
 
 

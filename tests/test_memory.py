@@ -234,6 +234,16 @@ def test_the_chosen_chunk_is_the_least_that_loses_little(fixed, per_token, store
         assert costs.chunking(memory.LONG, step // 2) > memory.LOSS
 
 
+def test_chunks_are_chosen_for_a_prompt_that_the_model_takes():
+    """A context below `LONG` bounds the prompt that the reasons speak of; a longer one does not make it longer."""
+    needs = Footprint(10**6, (LayerBytes(1000),), 100, 10)
+    costs = Costs(Curve.line(0.005, 1e-4), COSTS.tower)
+    short, long = (memory.choose(needs, costs, 10**9, context=context) for context in (4096, 10**6))
+    assert (short.step_tokens, long.step_tokens) == (2048, 4096)
+    assert all("of 4096 tokens" in reason or ": 4096 tokens" in reason for reason in short.reasons[:2])
+    assert all("8192 tokens" in reason for reason in long.reasons[:2])
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -308,6 +318,8 @@ def test_the_command_prints_and_explains(capsys):
     assert record["budgets"]["used"] <= record["budgets"]["memory"]
     assert main(["plan", folder, "--device-memory", "64KiB"]) == 2
     assert "give at least" in capsys.readouterr().err
+    assert main(["plan", folder, "--tokens", "100000"]) == 2
+    assert "--tokens 100000: the model's context is 8192 tokens" in capsys.readouterr().err
 
 
 def test_transients_do_not_grow_with_the_square_of_the_prompt():
