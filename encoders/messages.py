@@ -67,6 +67,19 @@ def checked(request: Request) -> tuple[Message, ...]:
     return tuple(_message(f"{name}, message {i + 1}", message) for i, message in enumerate(messages))
 
 
+def check_text(where: str, text: str) -> None:
+    """Half of a surrogate pair, as JSON that was cut off has it, is no character: every tokenizer refuses the whole text.
+
+    Raises:
+        RequestError: naming `where` and the place in the text.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half, place = text[error.start], error.start + 1
+        raise RequestError(f"{where}: not text: character {place} is {half!r}, half of a surrogate pair") from error
+
+
 def parts_of(messages: Seq[Message], kind: str) -> Iterator[Any]:
     """Values of all parts of a kind, in order."""
     return (part.value for message in messages for part in message.parts if part.kind == kind)
@@ -79,6 +92,7 @@ def _message(where: str, message: Any) -> Message:
     if role not in ROLES:
         raise RequestError(f"{where}: role must be one of {', '.join(ROLES)}, got {role!r}")
     if isinstance(content, str):
+        check_text(f"{where}, content", content)
         return Message(role, (Part("text", content),), typed=False)
     if not isinstance(content, (list, tuple)) or not content:
         raise RequestError(f"{where}: content must be a string or a non-empty list of parts, got {_kind(content)}")
@@ -98,6 +112,8 @@ def _part(where: str, part: Any) -> Part:
         raise RequestError(
             f"{where}: {keys[0]!r} must be {'a string' if kind == 'text' else 'given'}, got {_kind(value)}"
         )
+    if kind == "text":
+        check_text(where, value)
     return Part(kind, value)
 
 

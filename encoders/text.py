@@ -21,7 +21,7 @@ from mmprefill.config import PrefillConfig
 from mmprefill.encoders.families import MEDIA
 from mmprefill.encoders.inert import Controls, Inert, RenamedTokenizer
 from mmprefill.encoders.media import RequestMedia, join_tiles
-from mmprefill.encoders.messages import Message, checked, parts_of, user_turn
+from mmprefill.encoders.messages import Message, check_text, checked, parts_of, user_turn
 from mmprefill.encoders.template import Template
 from mmprefill.errors import MediaLimitError, PlaceholderError, PromptTooLongError, RequestError
 from mmprefill.fetch import Fetcher
@@ -305,6 +305,8 @@ def _check_types(request: Request) -> None:
         raise RequestError(f"{name}: prompt must be a string or Rendered(text), got {type(request.prompt).__name__}")
     if isinstance(request.prompt, Rendered) and not isinstance(request.prompt.text, str):
         raise RequestError(f"{name}: Rendered takes a string, got {type(request.prompt.text).__name__}")
+    if request.prompt is not None:
+        check_text(f"{name}, prompt", request.prompt if isinstance(request.prompt, str) else request.prompt.text)
     for field in ("images", "videos"):
         if not isinstance(getattr(request, field), (list, tuple)):
             raise RequestError(f"{name}: {field} must be a list, got {type(getattr(request, field)).__name__}")
