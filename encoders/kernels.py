@@ -1,4 +1,4 @@
-"""The compiled kernels of `kernels.cpp`: built on first use, kept under the user's cache, called through ctypes.
+"""The kernels of `kernels.cpp` and its headers: compiled on first use, kept under the user's cache, called through ctypes.
 
 They are written for AVX-512 and for AVX2. Without a compiler, on another processor, or where anything goes wrong while
 compiling, there are none, and callers take what torch has; the log says why. MMPREFILL_KERNELS=0 in the environment does
@@ -26,7 +26,7 @@ from mmprefill.files import cache_folder, sync_folder
 
 log = logging.getLogger("mmprefill")
 SOURCE = Path(__file__).with_name("kernels.cpp")
-HEADER = Path(__file__).with_name("simd.h")
+HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-w", "-ffp-contract=off", "-mfma")
 _AVX512 = ("-DLANES=16", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _AVX2 = ("-DLANES=8", "-mavx2")
@@ -83,7 +83,7 @@ def _loaded(compiler: Seq[str], flags: Seq[str]) -> ctypes.CDLL:
     """The shared library, from the cache if this source was compiled before."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=_TIMEOUT).stdout  # noqa: S603
     command = [*compiler, *flags]
-    sources = HEADER.read_bytes(), SOURCE.read_bytes()
+    sources = (path.read_bytes() for path in (*HEADERS, SOURCE))
     key = hashlib.sha256(b"\0".join([*sources, version, " ".join(command).encode()])).hexdigest()
     root = Path(os.environ.get("MMPREFILL_KERNELS") or cache_folder())
     library = root / f"kernels-{key[:24]}.so"

@@ -119,7 +119,10 @@ def _transformers(model: str, dtype: str, settings: Mapping[str, Any]) -> tuple[
 # Kinds of operation, by what their names begin with, first match; the rest of the time is Python, waiting and hand-overs.
 _KINDS = (
     ("attention", ("mmprefill::attend", "aten::_scaled_dot_product", "aten::bmm", "aten::_softmax")),
-    ("linear", ("mkldnn::_linear", "aten::mm", "aten::addmm", "aten::mkldnn_convolution", "aten::_mkldnn")),
+    (
+        "linear",
+        ("mmprefill::linear", "mkldnn::_linear", "aten::mm", "aten::addmm", "aten::mkldnn_conv", "aten::_mkldnn"),
+    ),
     ("copies", ("aten::copy_", "aten::cat", "aten::clone", "aten::index", "aten::_to_copy", "aten::contiguous")),
     ("elementwise", ("aten::", "mkldnn::", "mmprefill::")),
 )

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import transformers
 from PIL import Image
+from torch import nn
 
 from mmprefill.encoders import vision
 from mmprefill.encoders.families import Family
@@ -31,9 +32,7 @@ from mmprefill.files import cache_folder
 from mmprefill.pipeline import generic, merge
 from mmprefill.pipeline.costs import Costs, Curve
 from mmprefill.pipeline.kv_cache import LayerPlan, SequenceKV, StepCache
-from mmprefill.pipeline.linear import PackedLinear
 from mmprefill.pipeline.prefill import _pieces, forward, text_arguments
-from mmprefill.pipeline.widen import WidenedLinear
 from mmprefill.types import Request
 
 VERSION = 4  # of what is measured and how; a stored result of another version is measured again
@@ -113,7 +112,7 @@ def key_of(family: Family) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "model": f"{family.name} {shapes.hexdigest()}",
         "dtype": str(family.dtype),
-        "packed": any(isinstance(module, (PackedLinear, WidenedLinear)) for module in family.model.modules()),
+        "linear": sorted({type(each).__name__ for each in family.decoder.modules() if isinstance(each, nn.Linear)}),
     }
 
 

@@ -2,8 +2,8 @@
 
 torch multiplies there at a sixth of the rate of fp32 (19 against 122 GFLOP/s on two cores of Zen 3), and embeds patches
 at a hundredth. Converted to fp32 on
-the way, a slice of the weight at a time, and rounded once at the end, the same products are exact and run at fp32's
-rate; the weights stay in memory as they are.
+the way, a slice of the weight at a time, and rounded once at the end, the same products are exact and run near fp32's
+rate; the weights stay in memory as they are. What a kernel of ours does (`tiled.py`) needs no slices.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Packed linear layers compute what the stock ones do, and leave alone what they are not made for."""
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 
 import checkpoints
@@ -13,12 +14,14 @@ from torch import nn
 from mmprefill import PrefillConfig, Prefiller
 from mmprefill.encoders import kernels
 from mmprefill.models import load
-from mmprefill.pipeline import activation, linear, widen
+from mmprefill.pipeline import linear, tiled, widen
+from mmprefill.pipeline.packed import PackedLinear
 from mmprefill.results import unwrap
 
 if not torch.backends.mkldnn.is_available():
     pytest.skip("no oneDNN", allow_module_level=True)
 
+WAYS = [tiled.TiledLinear, PackedLinear]  # of linear layers, where their MLPs are fused
 FRESH = PrefillConfig(prefix_bytes=0, encoder_bytes=0)  # every request computed, none looked up
 
 
@@ -26,6 +29,17 @@ FRESH = PrefillConfig(prefix_bytes=0, encoder_bytes=0)  # every request computed
 def _small(monkeypatch):
     """Tiny checkpoints have tiny layers."""
     monkeypatch.setattr(linear, "FEWEST", 0)
+
+
+@pytest.fixture(params=WAYS, ids=lambda kind: kind.__name__)
+def way(request, monkeypatch):
+    """What linear layers become, on whatever processor."""
+    if request.param is tiled.TiledLinear and kernels.function("multiply", torch.float32) is None:
+        pytest.skip("no kernel on this machine")
+    monkeypatch.setattr(
+        tiled, "preferred", lambda dtype: request.param is tiled.TiledLinear and dtype in tiled.FEWEST_ROWS
+    )
+    return request.param
 
 
 class Mlp(nn.Module):
@@ -60,8 +74,10 @@ ACTIVATIONS = [nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.ReLU()]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-def test_an_mlp_is_fused_and_equal(activation, gated, dtype):
+def test_an_mlp_is_fused_and_equal(activation, gated, dtype, way):
     """Against double precision a fused MLP errs by no more than the plain one does, give or take a tenth."""
+    if way is PackedLinear and widen.wants(dtype):
+        pytest.skip("oneDNN has no kernels for it here")
     torch.manual_seed(0)
     mlp, x = frozen(Mlp(activation, gated), dtype), torch.randn(2, 5, 24, dtype=dtype)
     wanted, exact = mlp(x), frozen(Mlp(activation, gated), torch.float64)
@@ -72,23 +88,7 @@ def test_an_mlp_is_fused_and_equal(activation, gated, dtype):
     assert error <= 1.1 * (wanted.double() - exact(x.double())).abs().max() + (1e-6 if dtype == torch.float32 else 0.01)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("known", activation.KINDS, ids=str)
-def test_activations_on_their_own(known, dtype):
-    """In one pass, alone and as a gate: as in double precision, also far from zero, at odd sizes and for NaN."""
-    if kernels.function("activate", dtype) is None:
-        pytest.skip("no kernel on this machine")
-    x = torch.cat([torch.linspace(-30, 30, 997), torch.tensor([0.0, -0.0, 1e30, -1e30, float("nan")])]).to(dtype)
-    factor, exact = torch.randn(x.shape).to(dtype), linear._KNOWN[known](x.double())
-    alone, gate = x.clone(), x.clone()
-    activation.activate(alone, known)
-    activation.activate(gate, known, factor)
-    step = torch.finfo(dtype).eps
-    assert torch.allclose(alone.double(), exact, rtol=step, atol=1e-6, equal_nan=True)
-    assert torch.allclose(gate.double(), exact * factor.double(), rtol=2 * step, atol=1e-6, equal_nan=True)
-
-
-def test_a_fused_mlp_takes_its_input_by_name():
+def test_a_fused_mlp_takes_its_input_by_name(way):
     mlp, x = frozen(Mlp(nn.SiLU(), True)), torch.randn(3, 24)
     wanted = mlp(x)
     assert linear.pack(mlp) == 3
@@ -96,7 +96,7 @@ def test_a_fused_mlp_takes_its_input_by_name():
     assert torch.allclose(mlp(x=x), wanted, atol=1e-6)
 
 
-def test_what_only_looks_like_an_mlp_is_not_fused():
+def test_what_only_looks_like_an_mlp_is_not_fused(way):
     for mlp in (frozen(Unlike(nn.GELU(), True)), frozen(Mlp(nn.Hardswish(), False))):
         x = torch.randn(3, 24)
         wanted = mlp(x)
@@ -116,7 +116,7 @@ class Sparse(Mlp):
         return super().forward(x) * (1 - self.sparsity)
 
 
-def test_mlps_of_one_class_are_told_apart_by_their_attributes():
+def test_mlps_of_one_class_are_told_apart_by_their_attributes(way):
     model, x = frozen(nn.ModuleList([Sparse(0.0), Sparse(0.95)])), torch.randn(3, 24)
     wanted = [mlp(x) for mlp in model]
     assert linear.pack(model) == 6
@@ -124,8 +124,8 @@ def test_mlps_of_one_class_are_told_apart_by_their_attributes():
     assert all(torch.allclose(mlp(x), w, atol=1e-6) for mlp, w in zip(model, wanted, strict=True))
 
 
-def test_what_is_left_alone():
-    """Shared, trainable, training, hooked, adapted, small."""
+def test_what_is_left_alone(way):
+    """Trainable, training, hooked, adapted, small; shared, where its layout would change."""
 
     class Adapter(nn.Linear):
         pass
@@ -139,12 +139,13 @@ def test_what_is_left_alone():
     model[5].double()
     training.train()
     trainable.requires_grad_(True)
-    assert linear.pack(model) == 0
+    assert linear.pack(model) == (way is tiled.TiledLinear)
+    assert tied.weight is shared.weight
     linear.FEWEST = 65
     assert linear.pack(frozen(nn.Linear(8, 8))) == 0
 
 
-def test_packed_layers_keep_what_a_module_promises():
+def test_layers_keep_what_a_module_promises(way):
     """State dict, deep copies, hooks put on later, other dtypes and gradients."""
     torch.manual_seed(0)
     mlp, x = frozen(Mlp(nn.GELU(), True)), torch.randn(3, 24)
@@ -162,12 +163,12 @@ def test_packed_layers_keep_what_a_module_promises():
     mlp(asked).sum().backward()
     assert asked.grad is not None
     assert mlp.last(torch.randn(2, 40, dtype=torch.float32)).dtype == torch.float32
-    with pytest.raises(RuntimeError, match="packed"):
+    with pytest.raises(RuntimeError, match="packed") if way is PackedLinear else nullcontext():
         mlp.load_state_dict(before)
     with linear.unpacked(mlp):
         assert type(mlp.first) is nn.Linear
         assert torch.equal(mlp(x), wanted)
-    assert type(mlp.first) is linear.PackedLinear
+    assert type(mlp.first) is way
     mlp.first = frozen(nn.Linear(24, 40))  # an adapter put in its place is used
     assert not torch.allclose(mlp(x), wanted, atol=1e-3)
 
@@ -175,14 +176,14 @@ def test_packed_layers_keep_what_a_module_promises():
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", EVERY)
 def test_every_family_packed_equals_stock(family, dtype):
-    """Weights packed: KV and logits of every family as from the stock model."""
+    """Linear layers made fast: KV and logits of every family as from the stock model."""
     with (
         checkpoints.quiet(),
         Prefiller.from_pretrained(checkpoints.cached(family), dtype=dtype, config=FRESH) as prefiller,
     ):
         model = prefiller.session.family.model
-        kind = widen.WidenedLinear if widen.wants(model.dtype) else linear.PackedLinear
-        assert any(isinstance(module, kind) for module in model.modules())
+        kinds = tiled.TiledLinear, widen.WidenedLinear, PackedLinear
+        assert any(isinstance(module, kinds) for module in model.modules())
         requests = prepared_requests(prefiller)
         results = [unwrap(outcome) for outcome in prefiller.prefill_many(requests)]
         for request, result in zip(requests, results, strict=True):
@@ -191,12 +192,12 @@ def test_every_family_packed_equals_stock(family, dtype):
             assert worst <= (1e-4 if dtype == "fp32" else 0.25), worst
 
 
-def test_weights_have_one_digest_and_can_be_saved(tmp_path):
+def test_weights_have_one_digest_and_can_be_saved(tmp_path, way):
     """Packed or not: the same fingerprint, and the same checkpoint on disk."""
     with checkpoints.quiet():
         bundle, fresh = (load(checkpoints.cached("smolvlm"), device="cpu") for _ in range(2))
         with Prefiller(bundle, PrefillConfig(pack_weights=False)):
-            assert not any(isinstance(module, linear.PackedLinear) for module in bundle.model.modules())
+            assert not any(isinstance(module, (*WAYS,)) for module in bundle.model.modules())
         with Prefiller(bundle):
             assert bundle.fingerprint == fresh.fingerprint
             bundle.model.save_pretrained(tmp_path)
@@ -204,7 +205,7 @@ def test_weights_have_one_digest_and_can_be_saved(tmp_path):
         assert load(tmp_path, device="cpu").fingerprint == fresh.fingerprint
 
 
-def test_a_tower_is_packed_when_its_first_picture_comes():
+def test_a_tower_is_packed_when_its_first_picture_comes(way):
     """Text leaves its weights where they are; the picture's result is that of a tower that is not packed."""
     with checkpoints.quiet():
         bundle, stock = (load(checkpoints.cached("smolvlm"), device="cpu") for _ in range(2))
@@ -212,11 +213,11 @@ def test_a_tower_is_packed_when_its_first_picture_comes():
         tower = prefiller.session.family.base.vision_model
         decoder = prefiller.session.family.decoder
         linears = [module for module in tower.modules() if isinstance(module, nn.Linear)]
-        assert {type(module) for module in decoder.modules() if isinstance(module, nn.Linear)} == {linear.PackedLinear}
+        assert {type(module) for module in decoder.modules() if isinstance(module, nn.Linear)} == {way}
         prefiller.prefill("only text")
         assert {type(module) for module in linears} == {nn.Linear}
         got, wanted = (each.prefill("look", images=[checkpoints.picture(1)]) for each in (prefiller, plain))
-        assert {type(module) for module in linears} == {linear.PackedLinear}
+        assert {type(module) for module in linears} == {way}
         assert torch.allclose(got.next_token_logits, wanted.next_token_logits, atol=1e-4)
 
 
@@ -232,11 +233,12 @@ def resident(name):
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells what is resident")
-def test_packed_weights_are_in_memory_once(tmp_path):
+def test_packed_weights_are_in_memory_once(tmp_path, monkeypatch):
     """Also from the hub's cache, where the checkpoint is a link to a file without an ending."""
     blob, link = tmp_path / "blobs" / ("5" * 64), tmp_path / "snapshots" / "model.safetensors"
     for path in (blob, link):
         path.parent.mkdir()
+    monkeypatch.setattr(tiled, "preferred", lambda _: False)
     save_file({"weight": torch.ones(1024, 1024), "other": torch.ones(8)}, blob)
     link.symlink_to(blob)
     tensors = load_file(link)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmprefill.pipeline import linear, widen
+from mmprefill.pipeline import linear, tiled, widen
 from mmprefill.pipeline.widen import WidenedConv2d, WidenedConv3d, WidenedLinear
 
 
@@ -56,6 +56,7 @@ def test_packing_widens_what_onednn_does_not_multiply(monkeypatch):
     """On whatever processor: the layer changes, its weights do not, and unpacking gives it back."""
     monkeypatch.setattr(linear, "FEWEST", 0)
     monkeypatch.setattr(widen, "wants", lambda dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(tiled, "preferred", lambda _: False)
     layers = nn.Conv2d(3, 24, 4, stride=4), nn.Flatten(2), nn.Linear(64, 40), nn.GELU(), nn.Linear(40, 8)
     model = frozen(nn.Sequential(*layers), torch.bfloat16)
     before, x = {name: t.clone() for name, t in model.state_dict().items()}, torch.randn(1, 3, 32, 32).bfloat16()

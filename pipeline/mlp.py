@@ -1,0 +1,113 @@
+"""MLPs of the stock modules, act(first(x)) into last or act(gate(x)) * up(x) into down, with what is between the layers
+computed inside them. What a module computes is found by running it, not by its name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from mmprefill.pipeline import packed, tiled
+from mmprefill.pipeline.packed import ACTIVATIONS, PackedLinear
+from mmprefill.pipeline.tiled import Activation, TiledLinear
+
+KINDS = PackedLinear, TiledLinear  # layers that compute activations
+
+
+class FusedMlp:
+    """Stands in for an MLP's `forward` as long as its layers are what they were."""
+
+    def __init__(self, mlp: nn.Module, names: Seq[str], known: Activation) -> None:
+        self.mlp, self.names, self.activation = mlp, names, known
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """What the stock forward takes."""
+        *before, last = _layers(self.mlp, self.names)
+        one = len(inputs) == 1 and not named and not any(map(hooked, before))
+        hidden = self._hidden(inputs[0], *before) if one else None
+        return type(self.mlp).forward(self.mlp, *inputs, **named) if hidden is None else last(hidden)
+
+    def _hidden(self, input: Tensor, first: nn.Linear, up: nn.Linear | None = None) -> Tensor | None:
+        kinds = {type(first), type(up or first)}
+        if kinds == {TiledLinear}:
+            return tiled.multiply(input, first, up, self.activation)
+        if kinds != {PackedLinear}:
+            return None
+        hidden = packed.multiply(first, input, self.activation)
+        return hidden if up is None else packed.multiply_by(up, input, hidden)
+
+
+def fuse(mlp: nn.Module, layers: Collection[nn.Module], fusable: dict[Any, bool]) -> None:
+    """Replace the forward of a module that is one of the two kinds, as its own forward on random input shows.
+
+    Args:
+        mlp: any module.
+        layers: those that are, or will be, of `KINDS`.
+        fusable: what was found of modules like it; added to.
+    """
+    if hooked(mlp) or "forward" in vars(mlp):
+        return
+    names = [name for name, child in mlp.named_children() if isinstance(child, nn.Linear)]
+    others = [c for c in mlp.children() if not isinstance(c, (nn.Linear, nn.Dropout, nn.Identity))]
+    if not (2 <= len(names) <= 3 and len(others) == 1 and all(mlp._modules[name] in layers for name in names)):
+        return
+    known = _known(others[0])
+    if known is None:
+        return
+    kind = type(mlp), tuple(names), known, _own(mlp)
+    if kind not in fusable:
+        fusable[kind] = _same(mlp, names, known)
+    if fusable[kind]:
+        mlp.forward = FusedMlp(mlp, names, known)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether something watches or changes what the module takes or gives."""
+    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return any(getattr(module, name, None) for name in hooks)
+
+
+def _layers(mlp: nn.Module, names: Seq[str]) -> list[nn.Linear]:
+    return [cast("nn.Linear", mlp._modules[name]) for name in names]
+
+
+def _own(mlp: nn.Module) -> tuple[Any, ...]:
+    """What a module's forward may depend on beside its layers: one class may be sparse in some places, dense in others."""
+    plain = ((name, value) for name, value in vars(mlp).items() if isinstance(value, (bool, int, float, str)))
+    tensors = *mlp.parameters(recurse=False), *mlp.buffers(recurse=False)
+    return (*sorted(plain), *map(id, tensors))
+
+
+# What a module of another kind says to the probe.
+_NOT_LIKE_IT = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
+
+
+@torch.no_grad()
+def _known(module: nn.Module) -> Activation | None:
+    """Which of the activations a module computes."""
+    line = torch.linspace(-8, 8, 257)
+    try:
+        made = module(line)
+        same = (name for name, known in ACTIVATIONS.items() if (made - known(line)).abs().max() < 1e-6)
+        return next(same, None)
+    except _NOT_LIKE_IT:
+        return None
+
+
+@torch.no_grad()
+def _same(mlp: nn.Module, names: Seq[str], known: Activation) -> bool:
+    twin = copy.deepcopy(mlp).float()
+    first, *up, last = _layers(twin, names)
+    try:
+        input = torch.randn(1, 2, first.in_features, generator=torch.Generator().manual_seed(0))
+        hidden = ACTIVATIONS[known](first(input))
+        for layer in up:
+            hidden = hidden * layer(input)
+        return bool(torch.allclose(twin(input), last(hidden), rtol=1e-4, atol=1e-5))
+    except _NOT_LIKE_IT:
+        return False

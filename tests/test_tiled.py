@@ -1,0 +1,104 @@
+"""The kernel of linear layers: right at every edge of its blocks, and torch's own way for what it is not made for."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mmprefill.encoders import kernels
+from mmprefill.pipeline import tiled
+from mmprefill.pipeline.packed import ACTIVATIONS
+from mmprefill.pipeline.tiled import FEWEST_ROWS, PLAIN, TiledLinear
+
+DTYPES = [torch.float32, torch.bfloat16]
+KNOWN = {PLAIN: lambda x: x, **ACTIVATIONS}
+
+if kernels.function("multiply", torch.float32) is None:
+    pytest.skip("no kernel on this machine", allow_module_level=True)
+
+
+def layer(inputs, outputs, dtype, bias=True):
+    return TiledLinear(inputs, outputs, bias=bias).eval().requires_grad_(False).to(dtype)
+
+
+def exactly(each, x):
+    """What double precision gives, rounded once to the layer's dtype."""
+    bias = None if each.bias is None else each.bias.double()
+    return F.linear(x.double(), each.weight.double(), bias).to(x.dtype).double()
+
+
+def close(got, exact, dtype):
+    """To a few last places of what is largest in a row: sums cancel."""
+    places = (16 if dtype == torch.float32 else 2) * torch.finfo(dtype).eps
+    return bool(((got.double() - exact).abs() <= places * exact.abs().amax(-1, keepdim=True).clamp(min=1)).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("rows", [3, 7, 96, 97, 200])
+@pytest.mark.parametrize("inputs", [2, 30, 384, 386, 1000])
+@pytest.mark.parametrize("outputs", [1, 16, 33, 97, 200, 600])
+def test_it_is_what_double_precision_gives(outputs, inputs, rows, threads, dtype):
+    """Sizes on, beside and far from those of a tile, a panel and a block."""
+    torch.manual_seed(0)
+    each, x = layer(inputs, outputs, dtype), torch.randn(rows, inputs).to(dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        got = tiled.multiply(x, each)
+    finally:
+        torch.set_num_threads(before)
+    assert got.dtype == dtype
+    assert close(got, exactly(each, x), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("known", KNOWN, ids=str)
+def test_activations_and_products(known, gated, bias, dtype):
+    """Far from zero too, at an odd size, with a shape of three axes; rounded where a stock MLP rounds."""
+    torch.manual_seed(0)
+    first, up = layer(24, 37, dtype, bias), layer(24, 37, dtype, bias) if gated else None
+    x = (torch.randn(2, 19, 24) * torch.logspace(-3, 3, 19)[:, None]).to(dtype)
+    exact = KNOWN[known](exactly(first, x))
+    if up is not None:
+        exact = exact.to(dtype).double() * exactly(up, x)
+    got = tiled.multiply(x, first, up, known)
+    assert got.shape == (2, 19, 37)
+    assert close(got, exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("known", KNOWN, ids=str)
+def test_numbers_that_are_none(known, dtype):
+    """NaN and infinity reach what is made of them, and nothing else."""
+    each, x = layer(24, 37, dtype), torch.ones(4, 24, dtype=dtype)
+    x[1, 5], x[2, 7] = float("nan"), float("inf")
+    got = tiled.multiply(x, each, inside=known)
+    assert got[1].isnan().all()
+    assert not got[2].isfinite().all()
+    assert got[[0, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_takes_torchs_own_way(dtype):
+    """Few rows, none, another dtype, gradients, a weight that lies otherwise; inputs that do are made contiguous."""
+    each, plain = layer(24, 40, dtype), nn.Linear(24, 40).requires_grad_(False).to(dtype)
+    plain.load_state_dict(each.state_dict())
+    for rows in range(FEWEST_ROWS[dtype]):
+        few = torch.randn(rows, 24).to(dtype)
+        assert tiled.multiply(few, each) is None
+        assert torch.equal(each(few), plain(few))
+    asked = torch.randn(8, 24).to(dtype).requires_grad_(True)
+    each(asked).sum().backward()
+    assert asked.grad is not None
+    with pytest.raises(RuntimeError, match="dtype"):
+        each(torch.randn(8, 24, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="shapes"):
+        each(torch.randn(8, 48).to(dtype))
+    x = torch.randn(24, 8).to(dtype).T
+    assert close(each(x), exactly(each, x), dtype)
+    each.weight = nn.Parameter(each.weight.T.contiguous().T, requires_grad=False)
+    assert tiled.multiply(x, each) is None
+    assert close(each(x), exactly(each, x), dtype)
