@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmprefill.encoders.messages import check_text
 from mmprefill.types import Request
 
 _FIELDS = frozenset({"id", "prompt", "messages", "input_ids", "images", "videos", "answer"})
@@ -28,6 +30,7 @@ def read_requests(path: Path) -> Iterator[Asked]:
 
     Raises:
         ValueError: naming the line that is not a request.
+        OSError, UnicodeDecodeError: for a file that cannot be read, or is not UTF-8.
     """
     for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):  # JSON may hold other line ends
         if not line.strip():
@@ -42,7 +45,11 @@ def _asked(folder: Path, fields: Mapping[str, Any]) -> Asked:
     unknown = sorted(set(fields) - _FIELDS)
     if unknown:
         raise ValueError(f"unknown fields {', '.join(unknown)}; known are {', '.join(sorted(_FIELDS))}")
-    known = {name: value for name, value in fields.items() if name != "answer"}
+    known = dict(fields)
+    answer = known.pop("answer", None)
+    if answer is not None and not isinstance(answer, str):
+        raise ValueError(f"answer must be text, got {type(answer).__name__}")
+    check_text("answer", answer or "")
     for name in ("images", "messages"):
         if not isinstance(known.get(name, []), list):
             raise ValueError(f"{name} must be a list, got {type(known[name]).__name__}")
@@ -50,7 +57,7 @@ def _asked(folder: Path, fields: Mapping[str, Any]) -> Asked:
         known["images"] = [_beside(folder, source) for source in known["images"]]
     if "messages" in known:
         known["messages"] = [_message(folder, message) for message in known["messages"]]
-    return Asked(Request(**known), fields.get("answer"))
+    return Asked(Request(**known), answer)
 
 
 def _message(folder: Path, message: Any) -> Any:
@@ -70,4 +77,5 @@ def _beside(folder: Path, source: Any) -> Any:
     if not isinstance(source, str) or "://" in source or source.startswith("data:"):
         return source
     beside = folder / source
-    return beside if len(source) < 4096 and beside.exists() else source
+    there = len(source) < 4096 and os.path.exists(beside)  # noqa: PTH110  Path.exists raises for names that are too long
+    return beside if there else source

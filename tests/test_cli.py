@@ -54,6 +54,25 @@ def test_requests_files_as_people_write_them(tmp_path):
         list(read_requests(file))
 
 
+@pytest.mark.parametrize(("answer", "said"), [(5, "must be text, got int"), ("\ud800", "half of a surrogate pair")])
+def test_answers_are_text(tmp_path, answer, said):
+    """What could neither be compared nor printed is told with its line, before anything runs."""
+    from mmprefill.requests_file import read_requests
+
+    (tmp_path / "r.jsonl").write_text(json.dumps({"prompt": "x", "answer": answer}))
+    with pytest.raises(ValueError, match=f"line 1: not a request: answer.*{said}"):
+        list(read_requests(tmp_path / "r.jsonl"))
+
+
+def test_names_that_are_too_long_are_no_files(tmp_path):
+    """Base64 of a small picture, or a name that no file can have, is left to the request that shows it."""
+    from mmprefill.requests_file import read_requests
+
+    (tmp_path / "r.jsonl").write_text(json.dumps({"prompt": "x", "images": ["x" * 300]}))
+    (asked,) = read_requests(tmp_path / "r.jsonl")
+    assert asked.request.images == ["x" * 300]
+
+
 def test_requests_file(capsys, smol, tmp_path):
     """A JSONL of requests: pictures relative to it; a bad request fails alone and shows in the exit code."""
     checkpoints.picture(1).save(tmp_path / "a.png")
