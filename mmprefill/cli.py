@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,8 @@ def main(argv: Seq[str] | None = None) -> int:
         print("mmprefill: stopped; a batch job goes on where it was with the same command", file=sys.stderr)
         return 130
     except (MMPrefillError, OSError, ValueError) as error:
-        print(f"mmprefill: {error}", file=sys.stderr)
+        named = isinstance(error, OSError) and error.filename and error.strerror
+        print(f"mmprefill: {f'{error.filename}: {error.strerror}' if named else error}", file=sys.stderr)
         return 2
     return code
 
@@ -294,6 +296,7 @@ def _run(arguments: argparse.Namespace) -> int:
     failed = 0
     if arguments.save:
         _check_names([each.request.id for each in asked])
+    _check_outputs(arguments.save, arguments.trace)
     _check_plot(arguments.plot)
     if not asked:
         print(f"mmprefill: no requests in {arguments.requests}", file=sys.stderr)
@@ -320,6 +323,16 @@ def _run(arguments: argparse.Namespace) -> int:
     if isinstance(trace, Trace) and arguments.plot:
         _plot(arguments.plot, "timeline", "What the lanes did", trace.bars)
     return 1 if failed else 0
+
+
+def _check_outputs(save: Path | None, trace: Path | None) -> None:
+    """Mistakes are told before anything runs."""
+    if save is not None and save.exists() and not save.is_dir():
+        raise ValueError(f"--save {save}: a file; give a folder, which need not be there yet")
+    if trace is not None and (trace.is_dir() or not trace.parent.is_dir()):
+        raise ValueError(
+            f"--trace {trace}: {'a folder' if trace.is_dir() else 'in no folder that is there'}; give a file"
+        )
 
 
 def _check_plot(path: Path | None) -> None:
@@ -372,7 +385,22 @@ def _asked(arguments: argparse.Namespace) -> Iterator[Asked]:
         return
     if arguments.prompt is not None or arguments.image:
         raise ValueError("give either a prompt with --image, or --requests")
-    yield from read_requests(arguments.requests)
+    with _reading("--requests", arguments.requests):
+        yield from read_requests(arguments.requests)
+
+
+@contextmanager
+def _reading(option: str, path: Path) -> Iterator[None]:
+    """A file of JSON that cannot be read is told by the option that named it."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {path}: not UTF-8; give a JSONL file, one JSON object a line") from error
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise ValueError(
+            f"{option} {error.filename or path}: {why}; give a JSONL file, one JSON object a line"
+        ) from error
 
 
 def _check_images(given: Seq[str]) -> None:
@@ -429,7 +457,8 @@ def _eval(arguments: argparse.Namespace) -> int:
     from mmprefill import evaluate
     from mmprefill.report import progress, show_evaluation
 
-    questions = evaluate.read_questions(arguments.dataset, arguments.limit)
+    with _reading("dataset", arguments.dataset):
+        questions = evaluate.read_questions(arguments.dataset, arguments.limit)
     with _open(arguments) as prefiller:
         answer = evaluate.answers_alone if arguments.alone else evaluate.answers_together
         ours = list(progress(answer(prefiller, questions, arguments.tokens), "mmprefill", len(questions)))
@@ -452,6 +481,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     from mmprefill.verify import pictures
 
     _check_plot(arguments.plot)
+    if arguments.workload is not None and not (arguments.workload / "workload.json").is_file():
+        raise ValueError(f"--workload {arguments.workload}: no workload.json in it; without the option one is made up")
     against = [Peer.parse(each) for each in arguments.against.split(",") if each]
     with tempfile.TemporaryDirectory() as scratch:
         workload = arguments.workload
