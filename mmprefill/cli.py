@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,7 +87,7 @@ def _add_run(commands: Any) -> None:
     parser.add_argument(
         "--requests", type=Path, metavar="JSONL", help="one request a line: prompt or messages, images, id"
     )
-    parser.add_argument("--generate", type=int, default=0, metavar="N", help="also answer with at most N tokens")
+    parser.add_argument("--generate", type=_positive, default=0, metavar="N", help="also answer with at most N tokens")
     parser.add_argument(
         "--top", type=_positive, default=3, metavar="K", help="likeliest next tokens to show (default 3)"
     )
@@ -111,10 +111,10 @@ def _add_verify(commands: Any) -> None:
         "--image", action="append", default=[], metavar="FILE", help="pictures to use instead of made-up ones"
     )
     parser.add_argument(
-        "--tokens", type=int, default=16, metavar="N", help="length of the greedy continuations (default 16)"
+        "--tokens", type=_positive, default=16, metavar="N", help="length of the greedy continuations (default 16)"
     )
     parser.add_argument(
-        "--threads", type=int, nargs="+", default=[1, 2], metavar="N", help="torch threads to repeat with"
+        "--threads", type=_positive, nargs="+", default=[1, 2], metavar="N", help="torch threads to repeat with"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     _add_model_options(parser, positional=True)
@@ -132,7 +132,7 @@ def _add_plan(commands: Any) -> None:
     parser = commands.add_parser(
         "plan", help="bytes per token and per patch, measured speed, and the budgets that follow"
     )
-    parser.add_argument("--tokens", type=int, metavar="N", help="the longest prompt that must fit")
+    parser.add_argument("--tokens", type=_positive, metavar="N", help="the longest prompt that must fit")
     parser.add_argument("--device-memory", metavar="SIZE", help="plan for so much, e.g. 24GiB; default: what there is")
     parser.add_argument("--fresh", action="store_true", help="measure again instead of using what was measured before")
     parser.add_argument(
@@ -156,8 +156,10 @@ def _add_eval(commands: Any) -> None:
         "--against", choices=["transformers"], help="also answer with the plain model and list differences"
     )
     parser.add_argument("--alone", action="store_true", help="one request at a time instead of batches")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N questions")
-    parser.add_argument("--tokens", type=int, default=96, metavar="N", help="most tokens of an answer (default 96)")
+    parser.add_argument("--limit", type=_positive, metavar="N", help="only the first N questions")
+    parser.add_argument(
+        "--tokens", type=_positive, default=96, metavar="N", help="most tokens of an answer (default 96)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.set_defaults(run=_eval)
 
@@ -169,9 +171,9 @@ def _add_bench(commands: Any) -> None:
     parser.add_argument("--workload", type=Path, metavar="DIR", help="pictures and workload.json; made up if not given")
     parser.add_argument("--variants", nargs="+", default=["a", "b", "c"], choices=["a", "b", "c"],
                         help="a: different pictures, b: 4 pictures x 8 questions, c: text only")  # fmt: skip
-    parser.add_argument("--requests", type=int, default=32, metavar="N", help="requests per repeat (default 32)")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="repeats of each system (default 3)")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="torch threads (default 2)")
+    parser.add_argument("--requests", type=_positive, default=32, metavar="N", help="requests per repeat (default 32)")
+    parser.add_argument("--repeats", type=_positive, default=3, metavar="N", help="repeats of each system (default 3)")
+    parser.add_argument("--threads", type=_positive, default=2, metavar="N", help="torch threads (default 2)")
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16", "fp32"], help="default bf16")
     parser.add_argument("--systems", nargs="+", default=["mmprefill", "transformers"],
                         choices=["mmprefill", "transformers"], help="of this environment (default both)")  # fmt: skip
@@ -201,15 +203,19 @@ def _add_batch(commands: Any) -> None:
         parser.add_argument(f"--{name}-column", metavar="NAME", help=f"default {name!r}")
     parser.add_argument("--split", help="of a Hugging Face dataset")
     parser.add_argument("--choices", nargs="+", default=[], metavar="TEXT", help="what --emit scores compares")
-    parser.add_argument("--top", type=int, default=5, metavar="K", help="next tokens of --emit topk (default 5)")
-    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="most tokens of --emit text (default 64)")
+    parser.add_argument("--top", type=_positive, default=5, metavar="K", help="next tokens of --emit topk (default 5)")
+    parser.add_argument(
+        "--tokens", type=_positive, default=64, metavar="N", help="most tokens of --emit text (default 64)"
+    )
     parser.add_argument("--layer", type=int, default=-1, metavar="N", help="of --emit embeddings (default -1)")
     parser.add_argument("--pooling", default="last", choices=["last", "mean", "none"], help="of --emit embeddings")
     parser.add_argument("--hidden-layers", nargs="+", type=int, default=[-1], metavar="N", help="of --emit hidden")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N rows")
+    parser.add_argument("--limit", type=_positive, metavar="N", help="only the first N rows")
     parser.add_argument("--shard", metavar="I/N", help="only every N-th row, from the I-th on, counted from 0")
-    parser.add_argument("--part-rows", type=int, default=256, metavar="N", help="rows that are kept or lost together")
-    parser.add_argument("--window", type=int, default=48, metavar="N", help="most rows in flight (default 48)")
+    parser.add_argument(
+        "--part-rows", type=_positive, default=256, metavar="N", help="rows that are kept or lost together"
+    )
+    parser.add_argument("--window", type=_positive, default=48, metavar="N", help="most rows in flight (default 48)")
     parser.add_argument("--retries", type=int, default=2, metavar="N", help="when the network fails (default 2)")
     parser.add_argument("--retry-failed", action="store_true", help="do rows again that failed in an earlier run")
     parser.add_argument("--deadline", type=float, metavar="SECONDS", help="for one row")
@@ -222,7 +228,9 @@ def _add_batch(commands: Any) -> None:
     parser.add_argument("--image-root", action="append", default=[], type=Path, metavar="DIR",
                         help="read pictures from there only")  # fmt: skip
     parser.add_argument("--engine", default="local", choices=["local", "ray"], help="ray: on Ray Data (default local)")
-    parser.add_argument("--actors", type=int, default=1, metavar="N", help="engines of --engine ray, each with a model")
+    parser.add_argument(
+        "--actors", type=_positive, default=1, metavar="N", help="engines of --engine ray, each with a model"
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="run a few rows only; show tokens, bytes and time of all"
     )
@@ -243,7 +251,7 @@ def _add_kv(commands: Any) -> None:
     command = kinds.add_parser("diff", help="how two files differ; exit code 1 if they do")
     command.add_argument("first", type=Path)
     command.add_argument("second", type=Path)
-    command.add_argument("--tolerance", type=float, default=0.0, help="largest difference that counts as none")
+    command.add_argument("--tolerance", type=_not_negative, default=0.0, help="largest difference that counts as none")
     command.add_argument("--json", action="store_true", help="JSON instead of text")
     command.set_defaults(run=_kv_diff)
 
@@ -255,7 +263,7 @@ def _add_demo(commands: Any) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)"
     )
-    parser.add_argument("--port", type=int, metavar="N", help="default: the first free one from 7860 on")
+    parser.add_argument("--port", type=_port, metavar="N", help="default: the first free one from 7860 on")
     parser.add_argument("--max-upload", default="64MiB", metavar="SIZE", help="of one file (default 64MiB)")
     _add_model_options(parser)
     parser.set_defaults(run=_demo)
@@ -366,11 +374,26 @@ def _check_names(ids: Seq[str]) -> None:
         raise ValueError(f"{count} requests would be saved as {name}: give them ids that differ in letters and digits")
 
 
+# Numbers, as argparse takes them: it names the option in front of what these say.
+
+
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be positive, got {number}")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be positive and whole, got {text!r}")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"must be a port from 0 to 65535, got {text!r}")
+    return int(text)
+
+
+def _not_negative(text: str) -> float:
+    with suppress(ValueError):
+        if (number := float(text)) >= 0:  # nor NaN
+            return number
+    raise argparse.ArgumentTypeError(f"must not be negative, got {text!r}")
 
 
 def _asked(arguments: argparse.Namespace) -> Iterator[Asked]:

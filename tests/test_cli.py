@@ -227,7 +227,38 @@ def test_ids_that_are_odd(tmp_path, capsys):
     assert [json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()] == ["5", "a/b", "a_b"]
 
 
-def test_no_next_token_is_refused(capsys):
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["run", "hi", "--top", each] for each in ("0", "-1", "1.5", "many", "")),
+        *(["run", "hi", "--generate", each] for each in ("0", "-1")),
+        *(["verify", option, "0"] for option in ("--tokens", "--threads")),
+        *(["plan", "--tokens", each] for each in ("0", "-5")),
+        *(["eval", "model", "samples", option, "0"] for option in ("--limit", "--tokens")),
+        *(["bench", "prefill", option, "-1"] for option in ("--requests", "--repeats", "--threads")),
+        *(["batch", "in", option, "0"] for option in ("--top", "--tokens", "--limit", "--part-rows", "--window")),
+        ["batch", "in", "--actors", "0"],
+    ],
+    ids=" ".join,
+)
+def test_numbers_of_nothing_are_refused(capsys, arguments):
+    """By the option's name, before anything is loaded; `--generate 0` is not the same as no `--generate`."""
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert f"argument {arguments[-2]}: must be positive and whole, got {arguments[-1]!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["demo", "--port", "-1"], "--port: must be a port"),
+        (["demo", "--port", "99999"], "--port: must be a port"),
+        (["kv", "diff", "a", "b", "--tolerance", "-1"], "--tolerance: must not be negative"),
+        (["kv", "diff", "a", "b", "--tolerance", "nan"], "--tolerance: must not be negative"),
+    ],
+)
+def test_numbers_out_of_bounds_are_refused(capsys, arguments, said):
     with pytest.raises(SystemExit):
-        main(["run", "hi", "--top", "0"])
-    assert "must be positive" in capsys.readouterr().err
+        main(arguments)
+    assert said in capsys.readouterr().err
