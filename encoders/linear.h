@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int64_t kDepth = 384;   // units of the axis that is summed over, in a block: a panel of them fits the first cache
+constexpr int64_t kDepth = 256;   // units of the axis that is summed over, in a block: a panel and a tile of them fit the first cache
 constexpr int64_t kHeight = 96;   // rows in a block
 constexpr int64_t kWidth = 192;   // outputs in a block
 constexpr int64_t kNarrow = 96;   // fewest of them, unless there are no more: for each block all rows are widened
