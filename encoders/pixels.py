@@ -10,10 +10,13 @@ import copy
 import hashlib
 import weakref
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
 from PIL import Image
+
+_MARK = "_mmprefill_digest"  # attribute of an image
 
 
 class SharedPixels:
@@ -70,6 +73,15 @@ def shared(processor: Any) -> Any:
     return processor
 
 
+def mark(images: Seq[Image.Image], digests: Seq[bytes]) -> None:
+    """Say what images hold, by the digests of the pictures that they were just made of, so that they are not hashed again.
+
+    Nobody may write to them any more. Whatever Pillow makes of them bears no mark.
+    """
+    for image, digest in zip(images, digests, strict=True):
+        setattr(image, _MARK, digest)
+
+
 def _key(images: Any, kwargs: Mapping[str, Any]) -> bytes | None:
     """32 bytes over pictures and arguments; None where something has no value of its own."""
     arguments = repr(sorted(kwargs.items()))
@@ -78,8 +90,9 @@ def _key(images: Any, kwargs: Mapping[str, Any]) -> bytes | None:
         return None
     digest = hashlib.blake2b(f"{arguments}|{_nesting(images)}".encode(), digest_size=32)
     for picture in pictures:
-        digest.update(f"|{picture.mode} {picture.size}|".encode())
-        digest.update(picture.tobytes())
+        known = getattr(picture, _MARK, None)
+        digest.update(f"|{picture.mode} {picture.size} {known is None}|".encode())
+        digest.update(picture.tobytes() if known is None else known)
     return digest.digest()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from mmprefill.config import PrefillConfig
+from mmprefill.encoders import pixels
 from mmprefill.encoders.families import MEDIA
 from mmprefill.encoders.inert import Controls, Inert, RenamedTokenizer
 from mmprefill.encoders.media import RequestMedia, join_tiles
@@ -179,13 +180,16 @@ class Intake:
     def _call(self, text: str, media: RequestMedia, inert: Inert | None, tensors: str | None) -> Any:
         processor = copy.copy(self.processor)
         processor.tokenizer = _LockedTokenizer(self, inert)
+        arguments = media.arguments(self.processor, tensors)
+        if media.images:
+            pixels.mark(arguments["images"][0], [picture.digest for picture in media.images])
         bos = self.tokenizer.bos_token  # no second one behind that of a template, as in apply_chat_template
         options = _NO_SPECIALS if bos and text.startswith(bos) else {}
         return processor(
             text=[text],
             text_kwargs={**options, "padding": False, "truncation": False, "verbose": False},
             return_text_replacement_offsets=True,
-            **media.arguments(self.processor, tensors),
+            **arguments,
         )
 
     def _counts(self, replaced: Any) -> list[tuple[str, int]] | None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-from mmprefill import Request
-from mmprefill.encoders import pixels
+from mmprefill import PrefillConfig, Request
+from mmprefill.encoders import families, pixels
+from mmprefill.encoders.text import Intake
 from mmprefill.results import unwrap
 
 
@@ -70,6 +71,40 @@ def test_questions_about_one_picture_prepare_it_once(monkeypatch):
         assert len(calls) == 1
         alone = prefiller.prefill(Request(prompt="question 3", images=[checkpoints.picture(1)], reuse=False, salt="x"))
     assert torch.allclose(together[3].next_token_logits, alone.next_token_logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", [*checkpoints.FAMILIES, *checkpoints.GENERIC])
+def test_pictures_of_a_request_are_known_by_their_digest(family, monkeypatch):
+    """The intake has hashed them when they were decoded; no processor brings other images than it was given."""
+    model, processor = engines.plain(family)
+    keys, unknown, key = [], [], pixels._key
+
+    def seen(images, arguments):
+        unknown.extend(image for image in pixels._flat(images) if not hasattr(image, pixels._MARK))
+        keys.append(key(images, arguments))
+        return keys[-1]
+
+    monkeypatch.setattr(pixels, "_key", seen)
+    taker = Intake(pixels.shared(processor), families.describe(model).placeholders, PrefillConfig(), 8192)
+    pictures = [checkpoints.picture(1), checkpoints.picture(2)]
+    first, again, swapped = (
+        taker.prepare(Request(prompt="x", images=images)) for images in (pictures, pictures, pictures[::-1])
+    )
+    assert keys[0] == keys[1] != keys[2]
+    assert not unknown
+    for name, tensor in first.inputs.items():
+        assert torch.equal(tensor, again.inputs[name])
+    assert not torch.equal(first.inputs["pixel_values"], swapped.inputs["pixel_values"])
+
+
+def test_what_is_made_of_a_marked_picture_is_not_marked():
+    """Nor is a marked picture ever taken for an unmarked one, whatever its pixels."""
+    picture = checkpoints.picture(1)
+    before = pixels._key([picture], {})
+    pixels.mark([picture], [b"0" * 32])
+    assert pixels._key([picture], {}) != before
+    for made in (picture.copy(), copy.copy(picture), copy.deepcopy(picture), picture.convert("RGB")):
+        assert pixels._key([made], {}) == before
 
 
 def test_it_can_be_copied():
