@@ -22,17 +22,32 @@ _MARK = "_mmprefill_digest"  # attribute of an image
 class SharedPixels:
     """Stands in for a checkpoint's image processor, with its attributes. Safe to call from several threads.
 
-    What it returns belongs to others too: tensors are read, never written.
+    What it returns belongs to others too: tensors are read, never written. Settings stay as they are, since pictures that
+    were encoded with them are kept; a copy is one of the checkpoint's own, whose settings are the caller's.
     """
 
+    _processor: Any
+    _outputs: dict[bytes, _Output]
+
     def __init__(self, image_processor: Any) -> None:
-        self._processor = image_processor
-        self._outputs: dict[bytes, _Output] = {}
+        vars(self).update(_processor=image_processor, _outputs={})
 
     def __getattr__(self, name: str) -> Any:
-        if "_processor" not in self.__dict__:  # a copy that is being made
+        if "_processor" not in self.__dict__:  # one that is being unpickled
             raise AttributeError(name)
         return getattr(self._processor, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"the image processor of an engine keeps its settings; give {name} to from_pretrained, in processor_kwargs, "
+            "or set it on a copy"
+        )
+
+    def __copy__(self) -> Any:
+        return copy.copy(self._processor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._processor, memo)
 
     def __call__(self, images: Any, **kwargs: Any) -> Any:
         """As the image processor's own, for the same pictures in the same order with the same arguments."""

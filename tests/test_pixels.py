@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import threading
 
 import checkpoints
@@ -108,9 +109,17 @@ def test_what_is_made_of_a_marked_picture_is_not_marked():
 
 
 def test_it_can_be_copied():
-    """As users copy a processor to change a setting of it."""
+    """As users copy a processor to change a setting of it, which an engine's own refuses; pickled it is still shared."""
     with checkpoints.quiet():
-        processor = pixels.shared(AutoProcessor.from_pretrained(checkpoints.cached("smolvlm")))
-    twin = copy.deepcopy(processor.image_processor)
-    assert twin.size == processor.image_processor.size
-    assert not hasattr(twin, "no_such_setting")
+        plain = AutoProcessor.from_pretrained(checkpoints.cached("smolvlm"))
+    processor = pixels.shared(plain)
+    size = processor.image_processor.size
+    for twin in (copy.deepcopy(processor).image_processor, copy.copy(processor.image_processor)):
+        assert twin.size == size
+        assert not hasattr(twin, "no_such_setting")
+        twin.size = {"longest_edge": 7}
+        assert type(twin) is type(plain.image_processor)
+    with pytest.raises(AttributeError, match="give size to from_pretrained, in processor_kwargs, or set it on a copy"):
+        processor.image_processor.size = {"longest_edge": 7}
+    assert processor.image_processor.size == plain.image_processor.size == size
+    assert isinstance(pickle.loads(pickle.dumps(processor)).image_processor, pixels.SharedPixels)
