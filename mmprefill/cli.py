@@ -40,9 +40,11 @@ def main(argv: Seq[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("mmprefill: stopped; a batch job goes on where it was with the same command", file=sys.stderr)
         return 130
-    except (MMPrefillError, OSError, ValueError) as error:
-        named = isinstance(error, OSError) and error.filename and error.strerror
-        print(f"mmprefill: {f'{error.filename}: {error.strerror}' if named else error}", file=sys.stderr)
+    except OSError as error:  # by its file rather than its number, where it is about one
+        print(f"mmprefill: {f'{error.filename}: {error.strerror}' if error.filename else error}", file=sys.stderr)
+        return 2
+    except (MMPrefillError, ValueError) as error:
+        print(f"mmprefill: {error}", file=sys.stderr)
         return 2
     return code
 

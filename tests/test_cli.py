@@ -168,6 +168,7 @@ def test_models_catalogue(capsys):
         (["run", "--requests", "/proc/self/mem"], "--requests /proc/self/mem: input/output error; give a JSONL"),
         (["run", "--requests", "samples/photos/cat.jpg"], "--requests samples/photos/cat.jpg: not UTF-8; give a JSONL"),
         (["run", "x", "--save", "README.md"], "--save README.md: a file; give a folder"),
+        (["run", "x", "--save", "README.md/kv"], "mmprefill: README.md/kv: Not a directory"),
         (["run", "x", "--trace", "samples"], "--trace samples: a folder; give a file"),
         (["run", "x", "--trace", "no/where.json"], "--trace no/where.json: in no folder that is there"),
         (["eval", "model", "/nowhere"], "dataset /nowhere: no such file or directory; give a JSONL"),
