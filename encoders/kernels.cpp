@@ -36,14 +36,12 @@ extern "C" int normalise_bf16(const bf16 *x, const bf16 *weight, bf16 *out, int6
   return 0;
 }
 
-extern "C" int multiply_float(const float *x, const Linear *layers, float *out, int64_t rows, int64_t in, int64_t outs,
+extern "C" int multiply_float(const float *x, const Linear *layers, int64_t count, int64_t rows, int64_t in,
                               int activation, int threads) {
-  multiply(x, layers, out, rows, in, outs, activation, threads);
-  return 0;
+  return multiply(x, layers, count, rows, in, activation, threads);
 }
 
-extern "C" int multiply_bf16(const bf16 *x, const Linear *layers, bf16 *out, int64_t rows, int64_t in, int64_t outs,
+extern "C" int multiply_bf16(const bf16 *x, const Linear *layers, int64_t count, int64_t rows, int64_t in,
                              int activation, int threads) {
-  multiply(x, layers, out, rows, in, outs, activation, threads);
-  return 0;
+  return multiply(x, layers, count, rows, in, activation, threads);
 }

@@ -1,7 +1,8 @@
 // Linear layers, out = x W^T + bias, and what an MLP does to them: an activation, and the product with a second layer.
 //
-// Weights stay as they are stored: those of a block of outputs are packed, and stay in the second cache while blocks of
-// rows run over them. What comes out is activated there, before it is written.
+// Weights stay as they are stored: those of a block of outputs are packed, and stay in the cache while blocks of rows run
+// over them. What comes out is activated there, before it is written. Layers that share their input share its widening,
+// and their blocks are shared out among the threads together.
 
 #pragma once
 
@@ -13,11 +14,12 @@
 
 namespace {
 
-constexpr int64_t kDepth = 256;   // units of the axis that is summed over, in a block: a panel and a tile of them fit the first cache
-constexpr int64_t kHeight = 96;   // rows in a block
-constexpr int64_t kWidth = 192;   // outputs in a block
-constexpr int64_t kNarrow = 96;   // fewest of them, unless there are no more: for each block all rows are widened
-static_assert(kHeight % kTile == 0 && kWidth % kPanel == 0 && kDepth % kLanes == 0);
+constexpr int64_t kDepth = 320;     // units of the axis that is summed over, in a block: a panel of them fits the first cache
+constexpr int64_t kHeight = 96;     // rows in a block: of so many units they fit the second
+constexpr int64_t kWidth = 128;     // outputs in a block
+constexpr int64_t kNarrow = 48;     // fewest of them, unless there are no more
+constexpr int64_t kWidened = 4 << 20;  // numbers of the input that are widened at a time
+static_assert(kHeight % kTile == 0 && kWidth % kPanel == 0);
 
 enum Activation { kPlain, kGelu, kGeluTanh, kSilu, kRelu };
 
@@ -50,36 +52,33 @@ template <Activation kind> Floats activated(Floats x) {
   }
 }
 
-struct Linear {  // weight [outs, in] and bias [outs], or no bias; no weight is no layer
-  const void *weight, *bias;
+struct Linear {  // weight [outs, in], bias [outs] or none, the second layer's or none, out [rows, outs]
+  const void *weight, *bias, *up, *up_bias;
+  void *out;
+  int64_t outs;
+};
+
+struct Outputs {  // [first, first + width) of rows [row, row + height)
+  const Linear *layer;
+  int64_t first, width, row, height;
 };
 
 struct Product {  // what one thread works in
-  std::vector<int32_t> weights, rows;
+  std::vector<int32_t> weights;
   std::vector<float> sums;
 };
+
+inline int64_t parts(int64_t n, int64_t of) { return (n + of - 1) / of; }
+inline int64_t evenly(int64_t n, int64_t most, int64_t to) { return up(parts(n, std::max<int64_t>(1, parts(n, most))), to); }
 
 template <typename V> V *room(std::vector<V> &kept, int64_t count) {  // of `count` numbers, on a line of the cache
   if (static_cast<int64_t>(kept.size()) < count + 16) kept.resize(count + 16);
   return reinterpret_cast<V *>(up(reinterpret_cast<int64_t>(kept.data()), 64));
 }
 
-// Rows of numbers as units, and how many units they are apart: as they lie, or widened.
-template <typename T>
-std::pair<const int32_t *, int64_t> as_units(const T *from, int64_t row, int64_t rows, int64_t units, int32_t *to) {
-  if constexpr (std::is_same_v<T, Packed<T>>) {
-    return {reinterpret_cast<const int32_t *>(from), row / kPer<T>};
-  } else {
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t u = 0; u < units; u += kLanes)
-        store(reinterpret_cast<float *>(to) + r * kDepth + u, widen(from + r * row + u, lanes(0, units - u)));
-    return {to, kDepth};
-  }
-}
-
 // One row of what a thread has made: biases, activation, product; rounded where transformers rounds.
 template <Activation kind, typename T>
-void finish(const float *sums, const float *factors, const T *bias, const T *factor_bias, T *out, int64_t count) {
+void finish(const float *sums, const float *factors, const T *bias, const T *up_bias, T *out, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes) {
     Which which = lanes(0, count - i);
     auto made = [&](const float *from, const T *plus) {
@@ -87,70 +86,98 @@ void finish(const float *sums, const float *factors, const T *bias, const T *fac
       return rounded(plus ? add(x, widen(plus + i, which)) : x, T());
     };
     Floats x = activated<kind>(made(sums, bias));
-    if (factors) x = mul(rounded(x, T()), made(factors, factor_bias));
+    if (factors) x = mul(rounded(x, T()), made(factors, up_bias));
     store(out + i, x, which);
   }
 }
 
-// Outputs [first, first + width) of rows [row, row + height).
+// x is rows of units, `units` apart.
 template <Activation kind, typename T>
-void multiply(const T *x, const Linear *layers, T *out, int64_t row, int64_t height, int64_t in, int64_t outs,
-              int64_t first, int64_t width, Product &kept) {
+void multiply(const int32_t *x, int64_t units, const Outputs &task, Product &kept) {
   using P = Packed<T>;
-  int64_t units = in / kPer<P>, padded = up(width, kPanel), count = layers[1].weight ? 2 : 1;
-  int32_t *weights = room(kept.weights, count * padded * units), *rows = room(kept.rows, kHeight * kDepth);
-  float *sums = room(kept.sums, count * kHeight * padded);
-  for (int64_t l = 0; l < count; l++)
-    pack_rows(static_cast<const T *>(layers[l].weight) + first * in, in, width, in, weights + l * padded * units);
-  auto bias = [&](int l) { return layers[l].bias ? static_cast<const T *>(layers[l].bias) + first : nullptr; };
-  for (int64_t end = row + height; row < end; row += kHeight) {
-    height = std::min(kHeight, end - row);
-    for (int64_t unit = 0; unit < units; unit += kDepth) {
-      int64_t depth = std::min(kDepth, units - unit);
-      auto [a, a_row] = as_units(x + row * in + unit * kPer<P>, in, height, depth, rows);
-      for (int64_t panel = 0; panel < count * padded; panel += kPanel)
+  const Linear &layer = *task.layer;
+  int64_t in = units * kPer<P>, padded = up(task.width, kPanel), depth = evenly(units, kDepth, kLanes);
+  int64_t panels = layer.up ? 2 * padded : padded;  // their columns, one layer's behind the other's
+  int32_t *weights = room(kept.weights, panels * units);
+  float *sums = room(kept.sums, panels * kHeight);
+  auto part = [&](const void *of, int64_t step) { return of ? static_cast<const T *>(of) + task.first * step : nullptr; };
+  pack_rows(part(layer.weight, in), in, task.width, in, weights);
+  if (layer.up) pack_rows(part(layer.up, in), in, task.width, in, weights + padded * units);
+
+  for (int64_t row = task.row, end = task.row + task.height; row < end; row += kHeight) {
+    int64_t height = std::min(kHeight, end - row);
+    for (int64_t unit = 0; unit < units; unit += depth)
+      for (int64_t panel = 0; panel < panels; panel += kPanel)
         for (int64_t r = 0; r < height; r += kTile)
-          tile<P>(std::min<int64_t>(kTile, height - r), kColumns, a + r * a_row, a_row,
-                  weights + panel * units + unit * kPanel, depth, sums + panel * kHeight + r * kPanel, kPanel, unit > 0);
-    }
+          tile<P>(std::min<int64_t>(kTile, height - r), kColumns, x + (row + r) * units + unit, units,
+                  weights + panel * units + unit * kPanel, std::min(depth, units - unit),
+                  sums + panel * kHeight + r * kPanel, kPanel, unit > 0);
     for (int64_t r = 0; r < height; r++)
-      for (int64_t panel = 0; panel < width; panel += kPanel) {
-        const float *from = sums + panel * kHeight + r * kPanel, *factors = count == 2 ? from + padded * kHeight : nullptr;
-        auto at = [&](const T *of) { return of ? of + panel : nullptr; };
-        finish<kind>(from, factors, at(bias(0)), at(bias(1)), out + (row + r) * outs + first + panel,
-                     std::min<int64_t>(kPanel, width - panel));
+      for (int64_t panel = 0; panel < task.width; panel += kPanel) {
+        const float *from = sums + panel * kHeight + r * kPanel;
+        auto bias = [&](const void *of) { return of ? part(of, 1) + panel : nullptr; };
+        finish<kind>(from, layer.up ? from + padded * kHeight : nullptr, bias(layer.bias), bias(layer.up_bias),
+                     static_cast<T *>(layer.out) + (row + r) * layer.outs + task.first + panel,
+                     std::min<int64_t>(kPanel, task.width - panel));
       }
   }
 }
 
-inline int64_t parts(int64_t n, int64_t of) { return (n + of - 1) / of; }
-
-template <Activation kind, typename T>
-void multiply(const T *x, const Linear *layers, T *out, int64_t rows, int64_t in, int64_t outs, int threads) {
-  // A few tasks for each thread: of outputs, and where these are few of rows too.
-  int64_t tasks = threads > 1 ? 2 * threads : 1;
-  int64_t width = up(std::clamp(parts(outs, tasks), kNarrow, kWidth), kPanel);
-  int64_t down = std::min(parts(tasks, parts(outs, width)), parts(rows, kHeight));
-  int64_t height = up(parts(rows, down), kTile);
-#pragma omp parallel for num_threads(threads) schedule(dynamic) collapse(2)
-  for (int64_t first = 0; first < outs; first += width)
-    for (int64_t row = 0; row < rows; row += height) {
-      static thread_local Product kept;  // pages that are touched once
-      multiply<kind>(x, layers, out, row, std::min(height, rows - row), in, outs, first, std::min(width, outs - first), kept);
-    }
+// Blocks for a few turns of each thread; where the outputs are few, of rows too.
+inline std::vector<Outputs> shared_out(const Linear *layers, int64_t count, int64_t start, int64_t rows, int threads) {
+  int64_t wanted = threads > 1 ? 4 * threads : 1, outs = 0, across = 0;
+  for (int64_t l = 0; l < count; l++) outs += layers[l].outs;
+  int64_t width = up(std::clamp(parts(outs, wanted), kNarrow, kWidth), kPanel);
+  for (int64_t l = 0; l < count; l++) across += parts(layers[l].outs, width);
+  int64_t down = std::min(parts(wanted, across), parts(rows, kHeight)), height = evenly(rows, parts(rows, down), kTile);
+  std::vector<Outputs> tasks;
+  for (const Linear *layer = layers; layer < layers + count; layer++)
+    for (int64_t first = 0, each = evenly(layer->outs, width, kPanel); first < layer->outs; first += each)
+      for (int64_t row = 0; row < rows; row += height)
+        tasks.push_back({layer, first, std::min(each, layer->outs - first), start + row, std::min(height, rows - row)});
+  return tasks;
 }
 
-// x [rows, in] contiguous -> out [rows, outs]; in is even where bf16 numbers are multiplied in pairs. Of two layers the
-// second's output is what the first's, activated, is multiplied by.
-template <typename T>
-void multiply(const T *x, const Linear *layers, T *out, int64_t rows, int64_t in, int64_t outs, int activation, int threads) {
-  switch (activation) {
-    case kGelu: return multiply<kGelu>(x, layers, out, rows, in, outs, threads);
-    case kGeluTanh: return multiply<kGeluTanh>(x, layers, out, rows, in, outs, threads);
-    case kSilu: return multiply<kSilu>(x, layers, out, rows, in, outs, threads);
-    case kRelu: return multiply<kRelu>(x, layers, out, rows, in, outs, threads);
-    default: return multiply<kPlain>(x, layers, out, rows, in, outs, threads);
+template <Activation kind, typename T>
+void multiply(const T *x, const Linear *layers, int64_t count, int64_t rows, int64_t in, int threads) {
+  constexpr bool as_it_is = std::is_same_v<T, Packed<T>>;
+  static thread_local std::vector<int32_t> kept;  // the lane's: pages that are touched once
+  int64_t most = as_it_is ? rows : std::min(rows, up(std::max(kHeight, kWidened / in), kHeight));
+  const int32_t *from = reinterpret_cast<const int32_t *>(x);
+  float *wide = as_it_is ? nullptr : reinterpret_cast<float *>(room(kept, most * in));
+  for (int64_t start = 0; start < rows; start += most) {
+    int64_t now = std::min(most, rows - start);
+    std::vector<Outputs> tasks = shared_out(layers, count, start, now, threads);
+#pragma omp parallel num_threads(threads)
+    {
+      if constexpr (!as_it_is) {
+#pragma omp for
+        for (int64_t row = 0; row < now; row++)
+          for (int64_t i = 0; i < in; i += kLanes) {
+            Which which = lanes(0, in - i);
+            store(wide + row * in + i, widen(x + (start + row) * in + i, which), which);
+          }
+      }
+      static thread_local Product product;
+      const int32_t *units = as_it_is ? from : reinterpret_cast<int32_t *>(wide) - start * in;
+#pragma omp for schedule(dynamic)
+      for (size_t i = 0; i < tasks.size(); i++) multiply<kind, T>(units, in / kPer<Packed<T>>, tasks[i], product);
+    }
   }
+}
+
+// x [rows, in] contiguous; in is even where bf16 numbers are multiplied in pairs.
+template <typename T>
+int multiply(const T *x, const Linear *layers, int64_t count, int64_t rows, int64_t in, int activation, int threads) {
+  switch (activation) {
+    case kPlain: multiply<kPlain>(x, layers, count, rows, in, threads); break;
+    case kGelu: multiply<kGelu>(x, layers, count, rows, in, threads); break;
+    case kGeluTanh: multiply<kGeluTanh>(x, layers, count, rows, in, threads); break;
+    case kSilu: multiply<kSilu>(x, layers, count, rows, in, threads); break;
+    case kRelu: multiply<kRelu>(x, layers, count, rows, in, threads); break;
+    default: return 1;
+  }
+  return 0;
 }
 
 }  // namespace

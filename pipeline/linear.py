@@ -3,8 +3,8 @@
 `packed.py` is oneDNN's, `tiled.py` a kernel of ours, and `widen.py` makes fp32 of what neither multiplies. A layer keeps
 its place, name and hooks; MLPs are fused on top of them (`mlp.py`).
 
-Projections that share an input are not joined: at 90 rows it would save a sixth of the small ones, at the sizes of
-steps nothing. Nor are residuals added inside: at 1,024 rows that saves nothing either.
+oneDNN's projections that share an input are not joined: at 90 rows it would save a sixth of the small ones, at the sizes
+of steps nothing. Nor are residuals added inside: at 1,024 rows that saves nothing either.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def unpacked(model: nn.Module) -> Iterator[None]:
 
 def _kind(module: nn.Module) -> type[nn.Module] | None:
     """What a layer becomes."""
-    if type(module) not in widen.KINDS or module.training or "forward" in vars(module) or mlp.hooked(module):
+    if type(module) not in widen.KINDS or module.training or "forward" in vars(module) or tiled.hooked(module):
         return None
     weight = cast("torch.Tensor", module.weight)
     frozen = not any(parameter.requires_grad for parameter in module.parameters(recurse=False))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmprefill.pipeline import packed, tiled
 from mmprefill.pipeline.packed import ACTIVATIONS, PackedLinear
-from mmprefill.pipeline.tiled import Activation, TiledLinear
+from mmprefill.pipeline.tiled import Activation, TiledLinear, hooked
 
 KINDS = PackedLinear, TiledLinear  # layers that compute activations
 
@@ -64,12 +64,6 @@ def fuse(mlp: nn.Module, layers: Collection[nn.Module], fusable: dict[Any, bool]
         fusable[kind] = _same(mlp, names, known)
     if fusable[kind]:
         mlp.forward = FusedMlp(mlp, names, known)
-
-
-def hooked(module: nn.Module) -> bool:
-    """Whether something watches or changes what the module takes or gives."""
-    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-    return any(getattr(module, name, None) for name in hooks)
 
 
 def _layers(mlp: nn.Module, names: Seq[str]) -> list[nn.Linear]:

@@ -8,6 +8,7 @@ before anything is written.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 
 import torch
@@ -26,7 +27,10 @@ FEWEST_ROWS = {torch.float32: 2, torch.bfloat16: 3}
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "up", "up_bias", "out")),
+        ("outs", ctypes.c_int64),
+    ]
 
 
 class TiledLinear(nn.Linear):
@@ -48,17 +52,39 @@ def multiply(input: Tensor, layer: nn.Linear, up: nn.Linear | None = None, insid
 
     None for few rows, layers in another dtype than the input or not laid out row by row, and what needs gradients.
     """
-    layers = [layer] if up is None else [layer, up]
+    made = _run(input, [(layer, up)], inside)
+    return None if made is None else made[0]
+
+
+def together(input: Tensor, layers: Seq[nn.Linear]) -> list[Tensor]:
+    """Layers that share an input [..., in], each [..., out]; in one call where all are such layers and it serves them."""
+    tiled = all(type(layer) is TiledLinear and not hooked(layer) for layer in layers)
+    made = _run(input, [(layer, None) for layer in layers], PLAIN) if tiled else None
+    return [layer(input) for layer in layers] if made is None else made
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether something watches or changes what the module takes or gives."""
+    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return any(getattr(module, name, None) for name in hooks)
+
+
+def _run(input: Tensor, pairs: Seq[tuple[nn.Linear, nn.Linear | None]], inside: Activation) -> list[Tensor] | None:
     function = kernels.function("multiply", input.dtype)
-    if function is None or not all(_served(input, each) for each in layers):
+    if function is None or not all(_served(input, layer) for pair in pairs for layer in pair if layer is not None):
         return None
-    input = input.contiguous()
-    out = input.new_empty(*input.shape[:-1], layer.out_features)
-    sizes = (ctypes.c_int64(n) for n in (out.numel() // layer.out_features, layer.in_features, layer.out_features))
-    parts = (_Layer * 2)(*map(_pointers, layers))
+    input, width = input.contiguous(), input.shape[-1]
+    outs = [input.new_empty(*input.shape[:-1], layer.out_features) for layer, _ in pairs]
+    layers = (_Layer * len(pairs))()
+    for each, (layer, up), out in zip(layers, pairs, outs, strict=True):
+        weight, bias = _pointers(layer)
+        each.weight, each.bias, each.out, each.outs = weight, bias, out.data_ptr(), layer.out_features
+        if up is not None:
+            each.up, each.up_bias = _pointers(up)
+    sizes = (ctypes.c_int64(n) for n in (len(pairs), input.numel() // width, width))
     with record_function("mmprefill::linear") if profiler._is_profiler_enabled else nullcontext():
-        function(_pointer(input), parts, _pointer(out), *sizes, KINDS[inside], torch.get_num_threads())
-    return out
+        function(ctypes.c_void_p(input.data_ptr()), layers, *sizes, KINDS[inside], torch.get_num_threads())
+    return outs
 
 
 def _served(input: Tensor, layer: nn.Linear) -> bool:
@@ -68,9 +94,5 @@ def _served(input: Tensor, layer: nn.Linear) -> bool:
     return plain and many and not (input.requires_grad and torch.is_grad_enabled())
 
 
-def _pointers(layer: nn.Linear) -> _Layer:
-    return _Layer(layer.weight.data_ptr(), None if layer.bias is None else layer.bias.data_ptr())
-
-
-def _pointer(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
+def _pointers(layer: nn.Linear) -> tuple[int, int | None]:
+    return layer.weight.data_ptr(), None if layer.bias is None else layer.bias.data_ptr()
