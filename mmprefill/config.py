@@ -83,7 +83,8 @@ class PrefillConfig:
         max_tokens: most prompt tokens of one request; None takes the model's context.
         max_picture_tokens: most of them that one picture or video may take.
         pack_weights: on a CPU, large linear layers are computed the fastest way there is (`pipeline/linear.py`), which may
-            keep their weights in oneDNN's layout, in place of the plain ones, and RMS norms run in one pass. The model is the bundle's: engines that share it share this.
+            keep their weights in oneDNN's layout in place of the plain ones, and RMS norms run in one pass. The model is
+            the bundle's: engines that share it share this.
     """
 
     media: MediaLimits = field(default_factory=MediaLimits)
