@@ -304,6 +304,8 @@ def several(requests: Requests) -> Requests:
     """The requests as they came; one request in the place of many is a mistake that would go unnoticed."""
     if isinstance(requests, (str, bytes, Mapping, Rendered, Request)):
         raise ValueError(f"requests must be a list or another iterable of them, got one {type(requests).__name__}")
+    if not isinstance(requests, (Iterable, AsyncIterable)):
+        raise ValueError(f"requests must be a list or another iterable of them, got {type(requests).__name__}")
     return requests
 
 

@@ -406,7 +406,8 @@ def _batcher(config: PrefillConfig, family: Family) -> batcher.Batcher:
     }
     costs = calibrate.kept(family)
     measured = {"overhead": costs.overhead_tokens, "patch_tokens": costs.patch_tokens} if costs else {}
-    step = memory.step_tokens(costs)[0] if costs else STEP_TOKENS
+    longest = min(family.text_config.max_position_embeddings, memory.LONG)
+    step = memory.step_tokens(costs, longest)[0] if costs else STEP_TOKENS
     return batcher.Batcher(
         orders[config.policy],
         step_tokens=config.step_tokens or step,

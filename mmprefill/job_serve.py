@@ -19,6 +19,7 @@ from mmprefill.job_settings import JobSettings
 from mmprefill.pipeline.kv_store import identity_of
 from mmprefill.prefiller import Prefiller
 from mmprefill.results import Session
+from mmprefill.scoring import token_ids
 from mmprefill.types import Prepared, Request
 
 BACKOFF = 0.5  # seconds before the first retry, doubled for each further one
@@ -126,14 +127,12 @@ def _version(package: str) -> str:
 
 
 def check_choices(session: Session, settings: JobSettings) -> None:
-    """Every choice has a token.
+    """Every choice is text and has a token.
 
     Raises:
-        ValueError: naming the one that has none.
+        ValueError: naming the one that is not, or has none.
     """
-    for choice in settings.choices:
-        if not session.tokenizer(choice, add_special_tokens=False).input_ids:
-            raise ValueError(f"a choice needs at least one token, got {choice!r}")
+    token_ids(session, settings.choices)
 
 
 def _is_lost(error: BaseException) -> bool:

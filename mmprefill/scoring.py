@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
+from mmprefill.encoders.messages import check_text
 from mmprefill.pipeline import choices as pipeline
 from mmprefill.types import Choice
 
@@ -16,10 +18,16 @@ def token_ids(session: Session, choices: Seq[str]) -> list[tuple[int, ...]]:
     """Tokens of each choice, on its own and without special tokens.
 
     Raises:
-        ValueError: for a string in the place of a list, and for a choice without a token.
+        ValueError: for what is no list of strings, and for a choice without a token.
     """
     if isinstance(choices, str):
         raise ValueError(f"choices must be a list of strings, got one: {choices!r}")
+    if not isinstance(choices, Iterable):
+        raise ValueError(f"choices must be a list of strings, got {type(choices).__name__}")
+    for number, choice in enumerate(choices, 1):
+        if not isinstance(choice, str):
+            raise ValueError(f"choice {number} must be a string, got {type(choice).__name__}")
+        check_text(f"choice {number}", choice)
     found = [tuple(session.tokenizer(choice, add_special_tokens=False).input_ids) for choice in choices]
     for choice, ids in zip(choices, found, strict=True):
         if not ids:

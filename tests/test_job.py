@@ -464,6 +464,16 @@ def test_a_lost_device_ends_the_job(prefiller, data, tmp_path, monkeypatch, erro
     assert len(records(tmp_path / "out")) == 6
 
 
+@pytest.mark.parametrize(("choice", "said"), [("", "at least one token"), ("\ud800", "choice 2: not text")])
+def test_choices_are_checked_before_anything_runs(prefiller, data, tmp_path, choice, said):
+    with pytest.raises(ValueError, match=said):
+        mmprefill.run_job(
+            write(data / "in.jsonl", [{"prompt": "x"}]), tmp_path / "out", prefiller=prefiller, emit=["scores"],
+            choices=["yes", choice],
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_error_table_as_parquet(prefiller, data, tmp_path):
     """The same columns as in JSONL; text that is no Unicode is made printable."""
     import pyarrow.parquet

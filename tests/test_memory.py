@@ -14,7 +14,7 @@ from engines import open_prefiller
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmprefill import Request
+from mmprefill import PrefillConfig, Request, flow
 from mmprefill.cli import main
 from mmprefill.pipeline import calibrate, memory, merge
 from mmprefill.pipeline.costs import Costs, Curve
@@ -242,6 +242,15 @@ def test_chunks_are_chosen_for_a_prompt_that_the_model_takes():
     assert (short.step_tokens, long.step_tokens) == (2048, 4096)
     assert all("of 4096 tokens" in reason or ": 4096 tokens" in reason for reason in short.reasons[:2])
     assert all("8192 tokens" in reason for reason in long.reasons[:2])
+
+
+def test_the_engine_takes_the_step_that_plan_prints(monkeypatch):
+    """Both choose it for the longest prompt that the model takes."""
+    monkeypatch.setattr(calibrate, "kept", lambda _: Costs(Curve.line(0.005, 1e-4), COSTS.tower))
+    with open_prefiller("smolvlm") as prefiller:
+        family = prefiller.session.family
+    monkeypatch.setattr(family.text_config, "max_position_embeddings", 4096)
+    assert flow._batcher(PrefillConfig(), family).step_tokens == 2048
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):

@@ -72,8 +72,14 @@ def test_ids_are_integers(shared, ids):
 
 def test_choices_and_lengths(shared):
     """One string where choices are wanted, and lengths of nothing, are refused."""
-    with pytest.raises(ValueError, match="choices must be a list"):
-        shared.score("x", "yes")
+    for choices, said in (
+        ("yes", "choices must be a list"),
+        (None, "choices must be a list of strings, got NoneType"),
+        (["yes", 5], "choice 2 must be a string, got int"),
+        (["\ud800"], "choice 1: not text: character 1 is .*half of a surrogate pair"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            shared.score("x", choices)
     with pytest.raises(ValueError, match="max_new_tokens"):
         shared.generate_many(["x"], 0)
 
@@ -84,6 +90,19 @@ def test_one_request_where_several_are_wanted(shared, one):
     for verb in (shared.prefill_many, shared.generate_many, lambda requests: list(shared.stream(requests))):
         with pytest.raises(ValueError, match="requests must be a list"):
             verb(one)
+
+
+@pytest.mark.parametrize("wrong", [None, 5])
+def test_what_is_no_list_of_requests(shared, wrong):
+    """What cannot be gone through is refused as what it is, by every verb that takes several requests."""
+    for verb in (
+        shared.prefill_many,
+        shared.generate_many,
+        lambda requests: shared.score_many(requests, ["yes"]),
+        lambda requests: list(shared.stream(requests)),
+    ):
+        with pytest.raises(ValueError, match=f"requests must be a list.*got {type(wrong).__name__}"):
+            verb(wrong)
 
 
 def test_a_malformed_request_fails_alone(shared):
