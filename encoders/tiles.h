@@ -22,12 +22,12 @@ template <typename P> constexpr int kPer = 4 / sizeof(P);  // elements in a unit
 
 int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// c[M][kLanes N] (+)= a[M][units] * b[units][kPanel]
+// c[M][kLanes N] (+)= a[M][units] * b[units][kPanel]. What is there is added last: long sums, made in parts, stay exact.
 template <typename P, int M, int N>
-void tile(const int32_t *a, int64_t a_row, const int32_t *b, int64_t units, float *c, int64_t c_row, bool add) {
+void tile(const int32_t *a, int64_t a_row, const int32_t *b, int64_t units, float *c, int64_t c_row, bool plus) {
   Floats sum[M][N];
   for (int m = 0; m < M; m++)
-    for (int n = 0; n < N; n++) sum[m][n] = add ? load(c + m * c_row + kLanes * n) : zeros();
+    for (int n = 0; n < N; n++) sum[m][n] = zeros();
   for (int64_t u = 0; u < units; u++, b += kPanel) {
     Units column[N];
     for (int n = 0; n < N; n++) column[n] = load_units(b + kLanes * n);
@@ -37,7 +37,10 @@ void tile(const int32_t *a, int64_t a_row, const int32_t *b, int64_t units, floa
     }
   }
   for (int m = 0; m < M; m++)
-    for (int n = 0; n < N; n++) store(c + m * c_row + kLanes * n, sum[m][n]);
+    for (int n = 0; n < N; n++) {
+      float *to = c + m * c_row + kLanes * n;
+      store(to, plus ? add(load(to), sum[m][n]) : sum[m][n]);
+    }
 }
 
 template <typename P, int M, int N = kColumns>
