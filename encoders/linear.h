@@ -166,9 +166,10 @@ void multiply(const T *x, const Linear *layers, int64_t count, int64_t rows, int
   }
 }
 
-// x [rows, in] contiguous; in is even where bf16 numbers are multiplied in pairs.
+// x [rows, in] contiguous. Returns 1, and does nothing, where `in` is odd and bf16 numbers are multiplied in pairs.
 template <typename T>
 int multiply(const T *x, const Linear *layers, int64_t count, int64_t rows, int64_t in, int activation, int threads) {
+  if (in % kPer<Packed<T>>) return 1;
   switch (activation) {
     case kPlain: multiply<kPlain>(x, layers, count, rows, in, threads); break;
     case kGelu: multiply<kGelu>(x, layers, count, rows, in, threads); break;

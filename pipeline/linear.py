@@ -100,7 +100,7 @@ def unpacked(model: nn.Module) -> Iterator[None]:
 
 def _kind(module: nn.Module) -> type[nn.Module] | None:
     """What a layer becomes."""
-    if type(module) not in widen.KINDS or module.training or "forward" in vars(module) or tiled.hooked(module):
+    if type(module) not in widen.KINDS or module.training or tiled.hooked(module):
         return None
     weight = cast("torch.Tensor", module.weight)
     frozen = not any(parameter.requires_grad for parameter in module.parameters(recurse=False))

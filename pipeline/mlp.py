@@ -20,17 +20,23 @@ KINDS = PackedLinear, TiledLinear  # layers that compute activations
 
 
 class FusedMlp:
-    """Stands in for an MLP's `forward` as long as its layers are what they were."""
+    """Stands in for an MLP's `forward` as long as its parts are what they were, and nothing watches them."""
 
     def __init__(self, mlp: nn.Module, names: Seq[str], known: Activation) -> None:
         self.mlp, self.names, self.activation = mlp, names, known
+        self.parts = list(mlp.children())
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """What the stock forward takes."""
         *before, last = _layers(self.mlp, self.names)
-        one = len(inputs) == 1 and not named and not any(map(hooked, before))
+        one = len(inputs) == 1 and not named and self._unchanged(last)
         hidden = self._hidden(inputs[0], *before) if one else None
         return type(self.mlp).forward(self.mlp, *inputs, **named) if hidden is None else last(hidden)
+
+    def _unchanged(self, last: nn.Linear) -> bool:
+        """Also in evaluation mode: dropout may be one of the parts."""
+        skipped = (part for part in self.parts if part is not last)
+        return list(self.mlp.children()) == self.parts and not any(part.training or hooked(part) for part in skipped)
 
     def _hidden(self, input: Tensor, first: nn.Linear, up: nn.Linear | None = None) -> Tensor | None:
         kinds = {type(first), type(up or first)}
@@ -50,7 +56,7 @@ def fuse(mlp: nn.Module, layers: Collection[nn.Module], fusable: dict[Any, bool]
         layers: those that are, or will be, of `KINDS`.
         fusable: what was found of modules like it; added to.
     """
-    if hooked(mlp) or "forward" in vars(mlp):
+    if hooked(mlp):
         return
     names = [name for name, child in mlp.named_children() if isinstance(child, nn.Linear)]
     others = [c for c in mlp.children() if not isinstance(c, (nn.Linear, nn.Dropout, nn.Identity))]

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmprefill.pipeline.tiled import PLAIN, Activation
+from mmprefill.pipeline.tiled import PLAIN, Activation, tracked
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     ("gelu", "none"): F.gelu,
@@ -71,7 +71,7 @@ def multiply(layer: nn.Linear, input: Tensor, inside: Activation = PLAIN) -> Ten
 
 def multiply_by(layer: nn.Linear, input: Tensor, factor: Tensor) -> Tensor:
     """A packed layer on an input, times a factor of the output's shape."""
-    if _foreign(layer, input):
+    if _foreign(layer, input, factor):
         return F.linear(input, layer.weight.to_dense(), layer.bias) * factor
     made: Tensor = torch.ops.mkldnn._linear_pointwise.binary(input, factor, layer.weight, layer.bias, "mul")
     return made
@@ -91,8 +91,8 @@ def unpack(layer: nn.Linear) -> None:
     _set(layer, nn.Linear, layer.weight.to_dense())
 
 
-def _foreign(layer: nn.Linear, input: Tensor) -> bool:
-    return input.dtype != layer.weight.dtype or (input.requires_grad and torch.is_grad_enabled())
+def _foreign(layer: nn.Linear, input: Tensor, *others: Tensor) -> bool:
+    return input.dtype != layer.weight.dtype or tracked(input, layer.weight, layer.bias, *others)
 
 
 def _set(layer: nn.Linear, kind: type[nn.Linear], weight: Tensor) -> None:

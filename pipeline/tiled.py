@@ -48,51 +48,67 @@ def preferred(dtype: torch.dtype) -> bool:
 
 
 def multiply(input: Tensor, layer: nn.Linear, up: nn.Linear | None = None, inside: Activation = PLAIN) -> Tensor | None:
-    """act(layer(input)), or act(layer(input)) * up(input), of layers with weights of one shape: [..., in] -> [..., out].
+    """act(layer(input)), or act(layer(input)) * up(input): [..., in] -> [..., out].
 
-    None for few rows, layers in another dtype than the input or not laid out row by row, and what needs gradients.
+    None for few rows, layers of another dtype or size than the input's, not on the CPU or not laid out row by row, two
+    layers that are not of one size, and what needs gradients.
     """
-    made = _run(input, [(layer, up)], inside)
+    made = _run(input, [(layer,) if up is None else (layer, up)], inside)
     return None if made is None else made[0]
 
 
 def together(input: Tensor, layers: Seq[nn.Linear]) -> list[Tensor]:
     """Layers that share an input [..., in], each [..., out]; in one call where all are such layers and it serves them."""
     tiled = all(type(layer) is TiledLinear and not hooked(layer) for layer in layers)
-    made = _run(input, [(layer, None) for layer in layers], PLAIN) if tiled else None
+    made = _run(input, [(layer,) for layer in layers], PLAIN) if tiled else None
     return [layer(input) for layer in layers] if made is None else made
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether something watches or changes what the module takes or gives."""
+    """Whether something watches or changes what the module takes or gives, or stands in for its forward."""
     hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-    return any(getattr(module, name, None) for name in hooks)
+    return "forward" in vars(module) or any(getattr(module, name, None) for name in hooks)
 
 
-def _run(input: Tensor, pairs: Seq[tuple[nn.Linear, nn.Linear | None]], inside: Activation) -> list[Tensor] | None:
+def tracked(*tensors: Tensor | None) -> bool:
+    """Whether gradients are asked of what is made of them."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+Parameters = tuple[Tensor, Tensor | None]  # weight and bias
+
+
+def _run(input: Tensor, products: Seq[Seq[nn.Linear]], inside: Activation) -> list[Tensor] | None:
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state():  # they see operators, not what a kernel writes
+        return None
     function = kernels.function("multiply", input.dtype)
-    if function is None or not all(_served(input, layer) for pair in pairs for layer in pair if layer is not None):
+    # looked up once: those of a parametrised layer are made on the way, and live as long as they are held
+    factors: list[list[Parameters]] = [[(layer.weight, layer.bias) for layer in layers] for layers in products]
+    if function is None or not all(_served(input, each) for each in factors):
         return None
     input, width = input.contiguous(), input.shape[-1]
-    outs = [input.new_empty(*input.shape[:-1], layer.out_features) for layer, _ in pairs]
-    layers = (_Layer * len(pairs))()
-    for each, (layer, up), out in zip(layers, pairs, outs, strict=True):
-        weight, bias = _pointers(layer)
-        each.weight, each.bias, each.out, each.outs = weight, bias, out.data_ptr(), layer.out_features
-        if up is not None:
-            each.up, each.up_bias = _pointers(up)
-    sizes = (ctypes.c_int64(n) for n in (len(pairs), input.numel() // width, width))
+    outs = [input.new_empty(*input.shape[:-1], len(each[0][0])) for each in factors]
+    layers = [_Layer(*_pointers(each), out.data_ptr(), out.shape[-1]) for each, out in zip(factors, outs, strict=True)]
+    sizes = (ctypes.c_int64(n) for n in (len(layers), input.numel() // width, width))
     with record_function("mmprefill::linear") if profiler._is_profiler_enabled else nullcontext():
-        function(ctypes.c_void_p(input.data_ptr()), layers, *sizes, KINDS[inside], torch.get_num_threads())
-    return outs
+        array = (_Layer * len(layers))(*layers)
+        failed = function(ctypes.c_void_p(input.data_ptr()), array, *sizes, KINDS[inside], torch.get_num_threads())
+    return None if failed else outs
 
 
-def _served(input: Tensor, layer: nn.Linear) -> bool:
-    parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
-    plain = all(p.dtype == input.dtype and p.device == input.device and p.is_contiguous() for p in parameters)
-    many = input.numel() >= FEWEST_ROWS[input.dtype] * layer.in_features == FEWEST_ROWS[input.dtype] * input.shape[-1]
-    return plain and many and not (input.requires_grad and torch.is_grad_enabled())
+def _served(input: Tensor, layers: Seq[Parameters]) -> bool:
+    """The kernel reads what its sizes say, wherever that is: they are those of the tensors, not what a module says."""
+    (weight, _), width = layers[0], input.shape[-1] if input.dim() else 0
+    tensors = [input, *(tensor for layer in layers for tensor in layer if tensor is not None)]
+    plain = all(type(t) in (Tensor, nn.Parameter) and t.is_cpu and t.layout == torch.strided for t in tensors)
+    if not plain or not all(t.dtype == input.dtype and t.is_contiguous() for t in tensors[1:]):
+        return False
+    outs, enough = len(weight), input.numel() >= FEWEST_ROWS[input.dtype] * width > 0
+    fits = all(w.shape == (outs, width) and (b is None or b.shape == (outs,)) for w, b in layers)
+    return enough and outs > 0 and fits and not tracked(*tensors)
 
 
-def _pointers(layer: nn.Linear) -> tuple[int, int | None]:
-    return layer.weight.data_ptr(), None if layer.bias is None else layer.bias.data_ptr()
+def _pointers(layers: Seq[Parameters]) -> list[int | None]:
+    """Of the weight and the bias of one layer, and of a second one or none."""
+    found = [None if tensor is None else tensor.data_ptr() for layer in layers for tensor in layer]
+    return [*found, None, None][:4]

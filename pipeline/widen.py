@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmprefill.pipeline.tiled import tracked
+
 FEWEST_ROWS = 16  # below, converting the weight takes longer than torch's own way
 SLICE = 2**21  # weights converted at a time: 8 MB as fp32
 
@@ -25,7 +27,7 @@ class WidenedLinear(nn.Linear):
         """[..., in] -> [..., out], summed in fp32 and rounded once; few rows, other dtypes, and what needs gradients take
         torch's own way."""
         few = input.numel() < FEWEST_ROWS * self.in_features
-        if few or input.dtype != self.weight.dtype or (input.requires_grad and torch.is_grad_enabled()):
+        if few or input.dtype != self.weight.dtype or tracked(input, self.weight, self.bias):
             return F.linear(input, self.weight, self.bias)
         wide, out = input.float(), input.new_empty(*input.shape[:-1], self.out_features)
         step = max(1, SLICE // self.in_features)
@@ -61,7 +63,7 @@ KINDS: dict[type[nn.Module], type[nn.Module]] = {
 
 def _convolve(layer: nn.Conv2d | nn.Conv3d, input: Tensor) -> Tensor:
     convolve: Callable[[Tensor, Tensor, Tensor | None], Tensor] = layer._conv_forward
-    if input.dtype != layer.weight.dtype or (input.requires_grad and torch.is_grad_enabled()):
+    if input.dtype != layer.weight.dtype or tracked(input, layer.weight, layer.bias):
         return convolve(input, layer.weight, layer.bias)
     bias = None if layer.bias is None else layer.bias.float()
     return convolve(input.float(), layer.weight.float(), bias).to(input.dtype)

@@ -173,6 +173,41 @@ def test_layers_keep_what_a_module_promises(way):
     assert not torch.allclose(mlp(x), wanted, atol=1e-3)
 
 
+def test_a_fused_mlp_is_the_stock_one_where_that_is_another(way):
+    """Its activation watched or replaced, dropout switched on, weights that are trained after all."""
+
+    class Dropping(Mlp):
+        def __init__(self):
+            super().__init__(nn.SiLU(), True)
+            self.dropout = nn.Dropout(0.999)
+
+        def forward(self, x):
+            return self.last(self.dropout(self.act(self.first(x)) * self.second(x)))
+
+    mlp, x = frozen(Dropping()), torch.randn(3, 24)
+    wanted = mlp(x)
+    assert linear.pack(mlp) == 3
+    assert "forward" in vars(mlp)
+    seen = []
+    mlp.act.register_forward_hook(lambda *_: seen.append(1))
+    assert torch.allclose(mlp(x), wanted, atol=1e-6)
+    assert seen
+    mlp.act = nn.ReLU()
+    assert not torch.allclose(mlp(x), wanted, atol=1e-3)
+    mlp.dropout.train()
+    assert torch.equal(mlp(x), mlp.last(torch.zeros(3, 40)))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_what_is_trained_after_all_gets_its_gradients(name, way):
+    """Of an input that needs none: the first trained layer's."""
+    mlp, x = frozen(Mlp(nn.SiLU(), True)), torch.randn(3, 24)
+    linear.pack(mlp)
+    parameter = getattr(mlp.first, name).requires_grad_(True)
+    mlp(x).sum().backward()
+    assert parameter.grad is not None
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", EVERY)
 def test_every_family_packed_equals_stock(family, dtype):

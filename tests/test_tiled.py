@@ -1,5 +1,7 @@
 """The kernel of linear layers: right at every edge of its blocks, and torch's own way for what it is not made for."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -102,3 +104,73 @@ def test_what_takes_torchs_own_way(dtype):
     each.weight = nn.Parameter(each.weight.T.contiguous().T, requires_grad=False)
     assert tiled.multiply(x, each) is None
     assert close(each(x), exactly(each, x), dtype)
+
+
+def test_long_sums_are_as_exact_as_torchs():
+    """Made in parts that are added up: rounding does not grow with their length."""
+    torch.manual_seed(0)
+    each, x = layer(16384, 48, torch.float32, bias=False), torch.randn(24, 16384)
+    exact = F.linear(x.double(), each.weight.double())
+    error, torchs = ((made.double() - exact).norm() for made in (tiled.multiply(x, each), F.linear(x, each.weight)))
+    assert error <= 3 * torchs
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_the_kernel_would_read_wrongly(dtype):
+    """Weights and biases of another size than the layer says or than each other, nothing at all, other devices."""
+    plain = nn.Linear(24, 40).requires_grad_(False).to(dtype)
+
+    def with_parameters(weight, bias=None):
+        each = layer(24, 40, dtype, bias=False)
+        each.weight, each.bias = nn.Parameter(weight, requires_grad=False), bias
+        return each
+
+    x = torch.randn(8, 24).to(dtype)
+    smaller = with_parameters(plain.weight[:8].clone())
+    assert tiled.multiply(x, smaller).shape == (8, 8)
+    assert close(smaller(x), exactly(smaller, x), dtype)
+    one_bias = with_parameters(plain.weight, nn.Parameter(plain.bias[:1].clone(), requires_grad=False))
+    assert torch.equal(one_bias(x), F.linear(x, plain.weight, plain.bias[:1]))
+    assert tiled.multiply(x, smaller, plain) is None
+    assert with_parameters(torch.empty(0, 24, dtype=dtype))(x).shape == (8, 0)
+    assert tiled.multiply(torch.empty(8, 0, dtype=dtype), with_parameters(torch.empty(40, 0, dtype=dtype))) is None
+    assert layer(24, 40, dtype).to("meta")(x.to("meta")).device.type == "meta"
+    odd = layer(23, 40, dtype)
+    assert close(odd(x[:, 1:]), exactly(odd, x[:, 1:]), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_that_are_made_on_the_way(dtype):
+    """A parametrised layer's weight lives no longer than whoever looked it up holds it."""
+    each = layer(512, 512, dtype)
+
+    class Negative(nn.Module):
+        def forward(self, weight):
+            return -weight
+
+    nn.utils.parametrize.register_parametrization(each, "weight", Negative())
+    each.requires_grad_(False)
+    x = torch.randn(8, 512).to(dtype)
+    assert tiled.multiply(x, each) is not None
+    assert close(each(x), exactly(each, x), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_gradients_of_a_layers_own_parameters(name, dtype):
+    """Asked for after it was packed, of an input that needs none."""
+    each, x = layer(24, 40, dtype), torch.randn(8, 24).to(dtype)
+    getattr(each, name).requires_grad_(True)
+    each(x).sum().backward()
+    assert getattr(each, name).grad is not None
+
+
+def test_traced_and_compiled_it_is_torchs():
+    """What only sees operators would keep a result that nothing has written."""
+    each, x = layer(24, 40, torch.float32), torch.randn(8, 24)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that tracing is deprecated
+        traced = torch.jit.trace(each, (x,))
+    compiled = torch.compile(each, backend="eager", fullgraph=True)
+    for made in traced, compiled:
+        assert close(made(2 * x), exactly(each, 2 * x), torch.float32)
