@@ -7,8 +7,11 @@ case for either.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,21 +23,44 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from mmprefill.pipeline.attention import Segment
 from mmprefill.types import MaskFunction
 
-ALIGNED, TOGETHER = 64, 16  # bytes; most layers in an allocation
+ALIGNED = 64  # bytes
+PAGED = 2**18  # bytes of an allocation that has pages of its own
 
 
 def together(plan: LayerPlan | None) -> int:
-    """How many layers share an allocation, so that nothing of it is left over; 1 where layers differ."""
-    if plan is None or len(set(plan.kinds)) > 1:
-        return 1
-    return max(count for count in range(1, TOGETHER + 1) if len(plan.kinds) % count == 0)
+    """How many layers share an allocation: all where they are alike, so that nothing of it is left over, else each has
+    its own."""
+    return 1 if plan is None or len(set(plan.kinds)) > 1 else len(plan.kinds)
 
 
-def _standing_alone(part: Tensor, like: Tensor) -> Tensor:
-    """Bytes of a larger allocation as a tensor whose storage is no larger than itself: who pickles it writes no more."""
-    start = part.storage_offset()
-    storage = cast("torch.UntypedStorage", part.untyped_storage()[start : start + len(part)])
-    return like.new_empty(0).set_(storage, 0, (len(part) // like.element_size(),), (1,))
+def _bytes(count: int, like: Tensor) -> Tensor:
+    """An allocation of KV, which may be kept for long. Many bytes have pages of their own: in a heap, what a step throws
+    away would lie around them, and none of it would be found again."""
+    if count >= PAGED and hasattr(mmap, "MAP_PRIVATE"):
+        with suppress(OSError):  # too many of them
+            pages = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(pages, dtype=torch.uint8)
+    return like.new_empty(count, dtype=torch.uint8)
+
+
+def _aligned(shape: Seq[int], like: Tensor) -> int:
+    """Bytes of a tensor in an allocation of several."""
+    return -(-math.prod(shape) * like.element_size() // ALIGNED) * ALIGNED
+
+
+def _pairs(own: Tensor, like: Tensor, key: Seq[int], value: Seq[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Bytes as K and V of several layers. Their storages are no larger than themselves: who pickles one writes no more."""
+    storage, start = own.untyped_storage(), 0
+
+    def part(shape: Seq[int]) -> Tensor:
+        nonlocal start
+        size = math.prod(shape) * like.element_size()
+        alone = cast("torch.UntypedStorage", storage[start : start + size])
+        start += _aligned(shape, like)
+        return like.new_empty(0).set_(alone, 0, shape)
+
+    while start < len(own):
+        yield part(key), part(value)
 
 
 @dataclass
@@ -42,7 +68,7 @@ class SequenceKV:
     """Keys and values of one sequence, layer -> (K, V) of [1, G, capacity, W].
 
     Buffers are allocated from the first tensors seen, so widths and head counts may differ per layer; several at once,
-    or what every layer keeps would lie between what it throws away, and the heap would grow around it.
+    or what every layer keeps, the tensors themselves too, would lie between what it throws away, and the heap would grow.
     [0, length) is valid; only the step that is running writes, at [length, ...).
 
     Args:
@@ -54,7 +80,7 @@ class SequenceKV:
     shared: bool = False  # others read it too: what is handed to a user must be a copy
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     together: int = 1
-    _spare: Tensor | None = field(default=None, repr=False)  # bytes of the last allocation that are not in use
+    _spare: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)  # of the last allocation, not in use
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store new rows [1, G, n, W] after the valid ones; `length` moves when the whole step is done."""
@@ -72,19 +98,13 @@ class SequenceKV:
 
     def _buffers(self, like: Tensor, *shapes: Seq[int]) -> tuple[Tensor, Tensor]:
         """Of a layer's K and V, whose [G, W] are given."""
-        sizes = [groups * self.capacity * width * like.element_size() for groups, width in shapes]
-        steps = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+        key, value = ((1, groups, self.capacity, width) for groups, width in shapes)
         if self.together == 1 or like.device.type != "cpu":
-            key, value = (like.new_empty(1, groups, self.capacity, width) for groups, width in shapes)
-            return key, value
-        if self._spare is None or len(self._spare) < sum(steps):
-            self._spare = like.new_empty(sum(steps) * self.together, dtype=torch.uint8)
-        own, self._spare = self._spare[: sum(steps)], self._spare[sum(steps) :]
-        key, value = (
-            _standing_alone(part[:size], like).view(1, groups, self.capacity, width)
-            for part, size, (groups, width) in zip(own.split(steps), sizes, shapes, strict=True)
-        )
-        return key, value
+            return like.new_empty(key), like.new_empty(value)
+        if not self._spare or [t.shape for t in self._spare[-1]] != [key, value]:
+            own = _bytes(_aligned(key, like) * self.together + _aligned(value, like) * self.together, like)
+            self._spare = list(_pairs(own, like, key, value))
+        return self._spare.pop()
 
     def view(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
         """The first `end` rows of a layer, without a copy."""

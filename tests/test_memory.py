@@ -1,11 +1,14 @@
 """Calibration and plans: predicted bytes are the real ones, budgets fit, the cache survives damage."""
 
+import ctypes
 import gc
 import itertools
 import json
 import os
 import pickle
+import threading
 import weakref
+from collections import deque
 
 import checkpoints
 import pytest
@@ -19,7 +22,7 @@ from mmprefill.cli import main
 from mmprefill.pipeline import calibrate, memory, merge
 from mmprefill.pipeline.costs import Costs, Curve
 from mmprefill.pipeline.footprint import Footprint, LayerBytes, footprint, peak
-from mmprefill.pipeline.kv_cache import LayerPlan, SequenceKV, together
+from mmprefill.pipeline.kv_cache import PAGED, LayerPlan, SequenceKV, together
 from mmprefill.pipeline.prefill import Chunk, Prefill, run_step
 
 MIB = 2**20
@@ -118,7 +121,7 @@ def test_a_waiting_request_has_let_go_of_its_pixels(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "layers"), [(["full_attention"] * 30, 15), (["a", "b"] * 4, 1), (["full_attention"], 1)]
+    ("kinds", "layers"), [(["full_attention"] * 30, 30), (["a", "b"] * 4, 1), (["full_attention"], 1)]
 )
 def test_kv_of_several_layers_is_allocated_at_once(kinds, layers):
     """Without a byte too many where all layers are alike, K and V of different widths included."""
@@ -130,6 +133,56 @@ def test_kv_of_several_layers_is_allocated_at_once(kinds, layers):
     assert kv.nbytes == len(kinds) * 2 * 24 * (16 + 8) * 8
     assert len(pickle.dumps(kv.layers)) < 1.2 * kv.nbytes + 2**14  # each tensor's own bytes, not its neighbours'
     assert all((kv.layers[i][0] == i).all() and (kv.layers[i][1] == -i).all() for i in range(len(kinds)))
+
+
+class HeapInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in ["arena", "a", "b", "c", "d", "e", "f", "used", "free", "g"]]
+
+
+def test_what_is_kept_of_steps_does_not_grow_the_heap():
+    """Steps of several sequences with activations between their layers, the last results kept: free memory in the heaps
+    does not come to half a gigabyte."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("this C library does not tell")
+    libc.mallinfo2.restype = HeapInfo
+    plan, kept, free = LayerPlan(("full_attention",) * 30), deque(maxlen=3), []
+
+    def step():
+        sequences = [SequenceKV(100, together=together(plan)) for _ in range(8)]
+        hidden = torch.zeros(1, 800, 576)
+        for layer in range(30):
+            key, value = torch.zeros(1, 3, 800, 64).split([300, 500], 2)[0], torch.zeros(1, 3, 300, 64)
+            for kv in sequences:
+                kv.write(layer, key[:, :, :100], value[:, :, :100])
+            gate = torch.zeros(1, 800, 1536)
+            hidden = hidden + gate[..., :576]
+        kept.append(sequences)
+
+    def steps():  # in the heap of a thread of its own
+        for _ in range(6):
+            step()
+            free.append(libc.mallinfo2().free)
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    thread.join()
+    assert free[-1] - free[0] < 2**27, free
+
+
+def test_kv_with_pages_of_its_own_outlives_its_neighbours():
+    plan = LayerPlan(("full_attention",) * 4)
+    kv = SequenceKV(1024, together=together(plan))
+    for layer in range(4):
+        kv.write(layer, torch.full((1, 2, 1024, 16), float(layer)), torch.full((1, 2, 1024, 16), -float(layer)))
+    key, value = kv.layers[2]
+    assert kv.nbytes >= PAGED
+    del kv
+    gc.collect()
+    assert (key == 2).all()
+    assert (value == -2).all()
 
 
 def test_the_generic_path_has_no_budgets():
