@@ -83,17 +83,19 @@ def _own(mlp: nn.Module) -> tuple[Any, ...]:
     return (*sorted(plain), *map(id, tensors))
 
 
-# What a module of another kind says to the probe.
+# The probes look far out too: some MLPs, and some activations, clamp what is large.
+_FAR = (1.0, 1e2, 1e4)
+# What a module of another kind says to them.
 _NOT_LIKE_IT = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 
 
 @torch.no_grad()
 def _known(module: nn.Module) -> Activation | None:
     """Which of the activations a module computes."""
-    line = torch.linspace(-8, 8, 257)
+    line = torch.cat([torch.linspace(-8, 8, 257) * far for far in _FAR])
     try:
         made = module(line)
-        same = (name for name, known in ACTIVATIONS.items() if (made - known(line)).abs().max() < 1e-6)
+        same = (name for name, known in ACTIVATIONS.items() if torch.allclose(made, known(line), rtol=1e-6, atol=1e-6))
         return next(same, None)
     except _NOT_LIKE_IT:
         return None
@@ -104,10 +106,14 @@ def _same(mlp: nn.Module, names: Seq[str], known: Activation) -> bool:
     twin = copy.deepcopy(mlp).float()
     first, *up, last = _layers(twin, names)
     try:
-        input = torch.randn(1, 2, first.in_features, generator=torch.Generator().manual_seed(0))
-        hidden = ACTIVATIONS[known](first(input))
-        for layer in up:
-            hidden = hidden * layer(input)
-        return bool(torch.allclose(twin(input), last(hidden), rtol=1e-4, atol=1e-5))
+        for far in _FAR:
+            input = torch.randn(1, 2, first.in_features, generator=torch.Generator().manual_seed(0)) * far
+            hidden = ACTIVATIONS[known](first(input))
+            for layer in up:
+                hidden = hidden * layer(input)
+            wanted = twin(input)
+            if not torch.allclose(last(hidden), wanted, rtol=1e-4, atol=1e-5 * max(1.0, float(wanted.abs().max()))):
+                return False
+        return True
     except _NOT_LIKE_IT:
         return False

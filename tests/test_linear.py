@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_parity import EVERY, plain, prepared_requests
 from torch import nn
+from transformers.activations import ACT2FN
 
 from mmprefill import PrefillConfig, Prefiller
 from mmprefill.encoders import kernels
@@ -114,6 +115,22 @@ class Sparse(Mlp):
 
     def forward(self, x):
         return super().forward(x) * (1 - self.sparsity)
+
+
+class Clamped(Mlp):
+    """As Step 3.7's: what is large is cut."""
+
+    def forward(self, x):
+        gate, up = self.first(x).clamp(max=16), self.second(x).clamp(-16, 16)
+        return self.last(self.act(gate) * up)
+
+
+@pytest.mark.parametrize("mlp", [Clamped(nn.SiLU(), True), Mlp(ACT2FN["gelu_10"], False)], ids=["limit", "gelu_10"])
+def test_what_clamps_large_numbers_still_does(mlp, way):
+    mlp, x = copy.deepcopy(frozen(mlp)), torch.randn(3, 24) * 1e3
+    wanted = mlp(x)
+    assert linear.pack(mlp)
+    assert torch.allclose(mlp(x), wanted, rtol=1e-4, atol=1e-3)
 
 
 def test_mlps_of_one_class_are_told_apart_by_their_attributes(way):
