@@ -23,7 +23,6 @@ from transformers import DynamicCache
 from mmprefill.config import PrefillConfig
 from mmprefill.errors import RequestError
 from mmprefill.models import ModelBundle
-from mmprefill.pipeline import norm
 from mmprefill.pipeline.linear import unpacked
 from mmprefill.prefiller import Prefiller
 from mmprefill.results import PrefillResult, unwrap
@@ -339,7 +338,7 @@ def attention(model: Any, implementation: str) -> Iterator[None]:
     try:
         for config in configs.values():
             config._attn_implementation = wanted
-        with unpacked(model), norm.undone(model):
+        with unpacked(model):
             yield
     finally:
         for key, config in configs.items():

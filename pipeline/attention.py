@@ -103,7 +103,6 @@ class RecordedMask:
     """A mask that a composite model asked for, as the function that defines it."""
 
     rule: MaskFunction
-    vmapped: bool
 
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Evaluate on index tensors that broadcast: query [..., q, 1], key [..., 1, k]."""
@@ -119,7 +118,7 @@ def _ragged_mask(plain: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
         mode = _masks.get()
         if mode == "record":
-            return RecordedMask(kwargs["mask_function"], bool(kwargs.get("use_vmap")))
+            return RecordedMask(kwargs["mask_function"])
         if mode == "check" and _looks_ahead(kwargs["mask_function"]):
             raise ValueError("the decoder builds a mask of its own that sees later tokens")
         return plain(*args, **kwargs) if mode is None else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,13 +35,15 @@ class FusedNorm:
         out, width = torch.empty_like(hidden), weight.shape[0]
         pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (hidden, weight, out))
         sizes = ctypes.c_int64(hidden.numel() // width), ctypes.c_int64(width)
-        function(*pointers, *sizes, ctypes.c_float(self.eps), int(self.offset), torch.get_num_threads())
+        with kernels.recorded("norm"):
+            function(*pointers, *sizes, ctypes.c_float(self.eps), int(self.offset), torch.get_num_threads())
         return out
 
 
 def _served(hidden: Tensor, weight: Tensor) -> bool:
-    alike = hidden.dtype == weight.dtype and hidden.device == weight.device and hidden.is_contiguous()
-    return alike and not (hidden.requires_grad and torch.is_grad_enabled())
+    alike = hidden.dtype == weight.dtype and hidden.is_cpu and weight.is_cpu and hidden.is_contiguous()
+    asked = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return alike and hidden.shape[-1:] == weight.shape and not asked
 
 
 def fuse(model: nn.Module) -> int:
@@ -61,17 +62,6 @@ def undo(model: nn.Module) -> int:
     return len(found)
 
 
-@contextmanager
-def undone(model: nn.Module) -> Iterator[None]:
-    """Within the block the norms are as they were loaded."""
-    found = undo(model)
-    try:
-        yield
-    finally:
-        if found:
-            fuse(model)
-
-
 def _norms(model: nn.Module) -> Iterator[tuple[nn.Module, float, bool]]:
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
@@ -79,7 +69,9 @@ def _norms(model: nn.Module) -> Iterator[tuple[nn.Module, float, bool]]:
         if set(own) != {"weight"} or not isinstance(eps, float) or "forward" in vars(module) or list(module.children()):
             continue
         weight = own["weight"]
-        frozen = not (weight.requires_grad or module.training) and weight.device.type == "cpu" and weight.dim() == 1
+        frozen = not (weight.requires_grad or module.training) and weight.device.type == "cpu"
+        if weight.dim() != 1 or len(weight) == 1:  # one scale for all is not told by its shape
+            continue
         if frozen and kernels.function("normalise", weight.dtype) is not None:
             yield from ((module, eps, offset) for offset in (False, True) if _same(module, eps, offset))
 

@@ -1,5 +1,7 @@
 """RMS norms in one pass give what the stock modules give."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -41,6 +43,13 @@ def test_it_equals_the_stock_module(kind, width, dtype):
     assert torch.allclose(module(x), wanted, rtol=step, atol=1e-7)
     assert torch.allclose(module(x.transpose(1, 2)), wanted.transpose(1, 2), rtol=step, atol=1e-7)
     module(x.clone().requires_grad_(True)).sum().backward()
+    with pytest.raises(RuntimeError, match="size"):
+        module(torch.randn(2, 3 * width).to(dtype)[:, : width + width // 2])
+    module.weight.requires_grad_(True)
+    module(x).sum().backward()
+    assert module.weight.grad is not None
+    module.weight.requires_grad_(False)
+    assert copy.deepcopy(module).to("meta")(x.to("meta")).is_meta
     assert norm.undo(module) == 1
     assert torch.equal(module(x), wanted)
 
@@ -49,6 +58,7 @@ def test_what_is_left_alone():
     trained = LlamaRMSNorm(8).eval()
     for module in (
         trained,
+        frozen(LlamaRMSNorm, 1, torch.float32),  # one scale for rows of any width
         frozen(Unlike, 64, torch.float32),
         frozen(Unlike, 64, torch.bfloat16),
         nn.LayerNorm(8).eval().requires_grad_(False),
