@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence as Seq
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
-from torch.profiler import record_function
 
 from mmprefill.encoders import kernels
 
@@ -68,7 +65,7 @@ def attend(parts: Seq[Rows], scaling: float | None = None, *, causal: bool, wind
     numbers = [number for part in parts for number in _numbers(part, window or 0)]
     function = kernels.function("attend", first.query.dtype)
     assert function is not None
-    with record_function("mmprefill::attend") if profiler._is_profiler_enabled else nullcontext():
+    with kernels.recorded("attend"):
         function((ctypes.c_int64 * len(numbers))(*numbers), len(parts), ctypes.byref(shape), torch.get_num_threads())
 
 

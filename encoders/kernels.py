@@ -16,11 +16,14 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import profiler
+from torch.profiler import record_function
 
 from mmprefill.files import cache_folder, sync_folder
 
@@ -39,6 +42,11 @@ def function(name: str, dtype: torch.dtype) -> Any:
     """The compiled function of that name for a dtype, or None."""
     suffix = _SUFFIXES.get(dtype)
     return getattr(_library(), f"{name}_{suffix}", None) if suffix else None
+
+
+def recorded(name: str) -> AbstractContextManager[Any]:
+    """A span "mmprefill::NAME" for torch's profiler, where it watches: it sees none of a kernel by itself."""
+    return record_function(f"mmprefill::{name}") if profiler._is_profiler_enabled else nullcontext()
 
 
 def served() -> bool:
@@ -94,8 +102,7 @@ def _loaded(compiler: Seq[str], flags: Seq[str]) -> ctypes.CDLL:
         return _opened(library)
     except PermissionError:
         raise
-    except OSError:  # damaged
-        library.unlink()
+    except OSError:  # damaged: another takes its place
         _compile(command, library)
         return _opened(library)
 

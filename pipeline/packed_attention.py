@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import profiler
-from torch.profiler import record_function
 
 from mmprefill.encoders import kernels
 from mmprefill.encoders.fused_attention import Shape
@@ -67,7 +64,7 @@ class PackedAttention:
         window = self.window or step.limits(self.layer)[0] or 0
         function = kernels.function("attend_packed", hidden.dtype)
         assert function is not None
-        with record_function("mmprefill::attend") if profiler._is_profiler_enabled else nullcontext():
+        with kernels.recorded("attend"):
             function(
                 *(ctypes.c_void_p(t.data_ptr()) for t in (*tensors, out)), pieces, ctypes.c_int64(len(step.pieces)),
                 ctypes.byref(shape), ctypes.c_int64(window), torch.get_num_threads(),

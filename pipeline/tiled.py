@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence as Seq
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import profiler
-from torch.profiler import record_function
 
 from mmprefill.encoders import kernels
 
@@ -90,7 +87,7 @@ def _run(input: Tensor, products: Seq[Seq[nn.Linear]], inside: Activation) -> li
     outs = [input.new_empty(*input.shape[:-1], len(each[0][0])) for each in factors]
     layers = [_Layer(*_pointers(each), out.data_ptr(), out.shape[-1]) for each, out in zip(factors, outs, strict=True)]
     sizes = (ctypes.c_int64(n) for n in (len(layers), input.numel() // width, width))
-    with record_function("mmprefill::linear") if profiler._is_profiler_enabled else nullcontext():
+    with kernels.recorded("linear"):
         array = (_Layer * len(layers))(*layers)
         failed = function(ctypes.c_void_p(input.data_ptr()), array, *sizes, KINDS[inside], torch.get_num_threads())
     return None if failed else outs

@@ -174,3 +174,25 @@ def test_traced_and_compiled_it_is_torchs():
     compiled = torch.compile(each, backend="eager", fullgraph=True)
     for made in traced, compiled:
         assert close(made(2 * x), exactly(each, 2 * x), torch.float32)
+
+
+def test_inputs_that_are_widened_a_part_at_a_time():
+    """More numbers than are widened at once: every row is right."""
+    torch.manual_seed(0)
+    each, x = layer(1000, 40, torch.bfloat16), torch.randn(4300, 1000).bfloat16()
+    assert close(tiled.multiply(x, each), exactly(each, x), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layers_that_share_an_input(dtype):
+    """Of unlike widths, with and without a bias; one that something watches, and too few rows, go one by one."""
+    layers = [layer(24, 40, dtype), layer(24, 8, dtype, bias=False), layer(24, 300, dtype)]
+    x, seen = torch.randn(2, 5, 24).to(dtype), []
+    for got, each in zip(tiled.together(x, layers), layers, strict=True):
+        assert got.shape == (2, 5, each.out_features)
+        assert close(got, exactly(each, x), dtype)
+    layers[1].register_forward_hook(lambda *_: seen.append(1))
+    for got, each in zip(tiled.together(x, layers), layers, strict=True):
+        assert close(got, exactly(each, x), dtype)
+    assert len(seen) == 1
+    assert [each.shape[-1] for each in tiled.together(x[:1, :1], layers)] == [40, 8, 300]
