@@ -102,7 +102,7 @@ class Peer:
 
 
 def make_workload(folder: Path, pictures: Seq[Path], requests: int = 32, seed: int = 7) -> Path:
-    """Write pictures and `workload.json`, in the form that ../shared/bench/peers.py reads.
+    """Write pictures and `workload.json`, variant -> rows of a text and the name of its picture.
 
     Variant a: different pictures of 224-800 x 224-600 pixels; b: 4 pictures x 8 questions, shuffled; c: text only.
     """
@@ -139,7 +139,7 @@ def _resized(image: Image.Image, size: tuple[int, int], path: Path) -> str:
 
 
 def _text(draw: random.Random) -> str:
-    """10-230 words of the standard library's source: 10-400 tokens, as questions and documents mix."""
+    """6-110 words of the standard library's source, as questions and documents mix."""
     words = Path(os.__file__).read_text(encoding="utf-8", errors="ignore").split()
     count, start = draw.randint(6, 110), draw.randint(0, len(words) - 300)
     return " ".join(words[start : start + count])
@@ -191,8 +191,9 @@ def compare(
         rest = [str(each) for each in (workload, variant, requests, dtype, threads, settings)]
         with ExitStack() as stack:
             workers = {name: stack.enter_context(_worker([*start, *rest], threads)) for name, start in starts}
-            for _ in range(repeats):
-                for worker in workers.values():
+            for number in range(repeats):
+                turns = [*workers.values()]
+                for worker in turns[number % len(turns) :] + turns[: number % len(turns)]:  # nobody is always first
                     worker.run()
             measured = [worker.measured(name, variant) for name, worker in workers.items()]
             work = next((worker.work for worker in workers.values() if worker.work), None)
@@ -260,12 +261,16 @@ def as_lines(rows: Seq[Measured]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        ratio = f"{row.tokens_per_s / base[row.variant].tokens_per_s:.2f}" if row.variant in base else "-"
+        ratio = f"{row.requests_per_s / base[row.variant].requests_per_s:.2f}" if row.variant in base else "-"
         share = "-" if row.fraction is None else f"{row.fraction:.0%}"
         lines.append(
             f"| {row.workload} | {row.system} | {row.tokens_per_s:.0f} | {ratio} | {share} "
             f"| {row.requests_per_s:.2f} | {row.first_token_s * 1000:.0f} | {row.peak_rss_mb} |"
         )
+    for variant in dict.fromkeys(row.variant for row in rows):
+        counted = {row.system: row.tokens for row in rows if row.variant == variant}
+        if len({*counted.values()}) > 1:
+            lines += ["", f"Prompt tokens of {variant!r} are counted differently: {counted}. Compare requests/s."]
     for row in rows:
         if row.stages:
             stages = ", ".join(f"{name} {seconds * 1000:.0f} ms" for name, seconds in row.stages.items())

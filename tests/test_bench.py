@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import checkpoints
 import pytest
@@ -30,7 +31,9 @@ def test_the_table_has_ratios_and_ends_with_json():
     ours = Measured("mmprefill", "a", 300.0, 2.0, 0.5, 900, 400, (1.0,), 0.5, {"vision": 0.4}, {"linear": 0.75})
     theirs = Measured("transformers", "a", 200.0, 1.3, 0.7, 800, 400, (1.5,))
     lines = bench.as_lines([ours, theirs]).splitlines()
-    assert "| mmprefill | 300 | 1.50 | 50% |" in lines[2]
+    assert not any("differently" in line for line in lines)
+    assert "counted differently" in bench.as_lines([ours, replace(theirs, tokens=ours.tokens + 1)])
+    assert "| mmprefill | 300 | 1.54 | 50% |" in lines[2]
     assert "vision 400 ms; linear 75%" in "\n".join(lines)
     assert [row["system"] for row in json.loads(lines[-1])] == ["mmprefill", "transformers"]
 
