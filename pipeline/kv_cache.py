@@ -54,10 +54,10 @@ def _pairs(own: Tensor, like: Tensor, key: Seq[int], value: Seq[int]) -> Iterato
 
     def part(shape: Seq[int]) -> Tensor:
         nonlocal start
-        size = math.prod(shape) * like.element_size()
-        alone = cast("torch.UntypedStorage", storage[start : start + size])
+        count = math.prod(shape)
+        alone = cast("torch.UntypedStorage", storage[start : start + count * like.element_size()])
         start += _aligned(shape, like)
-        return like.new_empty(0).set_(alone, 0, shape)
+        return like.new_empty(0).set_(alone, 0, (count,), (1,)).view(*shape)
 
     while start < len(own):
         yield part(key), part(value)
