@@ -43,8 +43,8 @@ struct Shape {
 };
 
 // Softmax of one row's scores[begin, end) of a block as weights; those around it up to `padded` become 0. Updates the
-// running maximum and sum, and returns what the sums so far have to be multiplied by.
-template <typename P>
+// running maximum and sum, and returns what the sums so far have to be multiplied by. What comes of it becomes a T.
+template <typename T, typename P>
 float soften(const float *scores, P *weights, int64_t begin, int64_t end, int64_t padded, float scale, float &most,
              float &sum) {
   Floats best = all(kNone);
@@ -56,7 +56,7 @@ float soften(const float *scores, P *weights, int64_t begin, int64_t end, int64_
   for (int64_t k = 0; k < padded; k += kLanes) {
     Which which = lanes(begin - k, end - k);
     Floats weight = zeros();
-    if (!none(which)) weight = only(exp2<P>(fma(load(scores + k), factor, shift)), which);
+    if (!none(which)) weight = only(exp2<T>(fma(load(scores + k), factor, shift)), which);
     part = add(part, weight);
     store(weights + k, weight, lanes(0, kLanes));
   }
@@ -159,7 +159,7 @@ template <typename T> void attend(const Block &block, const Shape &shape, Room<T
       int64_t padded = up(end, kLanes);
       for (int64_t r = row; padded && r < row + count; r++) {
         int64_t from = std::clamp<int64_t>(seen_from(r) - key, 0, end), to = std::clamp<int64_t>(seen_to(r) - key, from, end);
-        float keep = soften<P>(room.scores + r * kKeys, room.weights + r * kKeys, from, to, padded, scale, most[r], sum[r]);
+        float keep = soften<T>(room.scores + r * kKeys, room.weights + r * kKeys, from, to, padded, scale, most[r], sum[r]);
         if (keep == 1.f) continue;
         for (int64_t v = 0; v < width; v += kLanes) {
           float *at = room.out.data() + r * width + v;

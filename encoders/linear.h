@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kDepth = 320;        // units of the axis that is summed over, in a block: its panel fits the first cache
 constexpr int64_t kHeight = 96;        // rows in a block: of so many units they fit the second
-constexpr int64_t kWidth = 128;        // outputs in a block
+constexpr int64_t kWidth = 64;         // outputs in a block
 constexpr int64_t kNarrow = 48;        // fewest of them, unless there are no more
 constexpr int64_t kWidened = 4 << 20;  // numbers of the input that are widened at a time
 static_assert(kHeight % kTile == 0 && kWidth % kPanel == 0);
@@ -109,25 +109,27 @@ void multiply(const int32_t *x, int64_t units, const Outputs &task, Product &kep
   for (int64_t row = task.row, end = task.row + task.height; row < end; row += kHeight) {
     int64_t height = std::min(kHeight, end - row);
     for (int64_t unit = 0; unit < units; unit += depth)
-      for (int64_t panel = 0; panel < panels; panel += kPanel)
-        for (int64_t r = 0; r < height; r += kTile)
-          tile<P>(std::min<int64_t>(kTile, height - r), kColumns, x + (row + r) * units + unit, units,
-                  weights + panel * units + unit * kPanel, std::min(depth, units - unit),
-                  sums + panel * kHeight + r * kPanel, kPanel, unit > 0);
-    for (int64_t r = 0; r < height; r++)
-      for (int64_t panel = 0; panel < task.width; panel += kPanel) {
-        const float *from = sums + panel * kHeight + r * kPanel;
+      for (int64_t panel = 0; panel < padded; panel += kPanel) {
+        for (int64_t p = panel; p < panels; p += padded)
+          for (int64_t r = 0; r < height; r += kTile)
+            tile<P>(std::min<int64_t>(kTile, height - r), kColumns, x + (row + r) * units + unit, units,
+                    weights + p * units + unit * kPanel, std::min(depth, units - unit),
+                    sums + p * kHeight + r * kPanel, kPanel, unit > 0);
+        if (unit + depth < units) continue;
         auto bias = [&](const void *of) { return of ? part(of, 1) + panel : nullptr; };
-        finish<kind>(from, layer.up ? from + padded * kHeight : nullptr, bias(layer.bias), bias(layer.up_bias),
-                     static_cast<T *>(layer.out) + (row + r) * layer.outs + task.first + panel,
-                     std::min<int64_t>(kPanel, task.width - panel));
+        for (int64_t r = 0; r < height; r++) {  // while they are in the first cache
+          const float *from = sums + panel * kHeight + r * kPanel;
+          finish<kind>(from, layer.up ? from + padded * kHeight : nullptr, bias(layer.bias), bias(layer.up_bias),
+                       static_cast<T *>(layer.out) + (row + r) * layer.outs + task.first + panel,
+                       std::min<int64_t>(kPanel, task.width - panel));
+        }
       }
   }
 }
 
 // Blocks for a few turns of each thread; where the outputs are few, of rows too.
 inline std::vector<Outputs> shared_out(const Linear *layers, int64_t count, int64_t start, int64_t rows, int threads) {
-  int64_t wanted = threads > 1 ? 4 * threads : 1, outs = 0, across = 0;
+  int64_t wanted = threads > 1 ? 8 * threads : 1, outs = 0, across = 0;
   for (int64_t l = 0; l < count; l++) outs += layers[l].outs;
   int64_t width = up(std::clamp(parts(outs, wanted), kNarrow, kWidth), kPanel);
   for (int64_t l = 0; l < count; l++) across += parts(layers[l].outs, width);

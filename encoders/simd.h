@@ -90,6 +90,15 @@ inline void interleave(Units a, Units b, Units &low, Units &high) {  // a0 b0 a1
   high = _mm512_permutex2var_epi32(a, _mm512_add_epi32(first, all_units(8)), b);
 }
 
+// 16 x 16 units: rows become columns. Each round moves the highest bit of the row's number behind the column's.
+inline void transpose(Units *x) {
+  for (int round = 1; round < kLanes; round *= 2) {
+    Units y[kLanes];
+    for (int i = 0; i < kLanes / 2; i++) interleave(x[i], x[i + kLanes / 2], y[2 * i], y[2 * i + 1]);
+    std::copy_n(y, kLanes, x);
+  }
+}
+
 #else
 
 constexpr int kColumns = 2;
@@ -100,6 +109,7 @@ struct Which {
 };
 
 inline Which lanes(int64_t from, int64_t to) {
+  if (from <= 0 && to >= kLanes) return {0, kLanes};  // nearly always, and found out at once
   auto cut = [](int64_t n) { return static_cast<int>(std::clamp<int64_t>(n, 0, kLanes)); };
   return {cut(from), cut(to)};
 }
@@ -124,7 +134,9 @@ inline Floats fma(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b,
 inline Floats absolute(Floats x) { return _mm256_andnot_ps(all(-0.f), x); }
 inline Floats by_sign(Floats x, Floats positive, Floats negative) { return _mm256_blendv_ps(positive, negative, x); }
 inline Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
-inline Floats max(Floats a, Floats b, Which which) { return _mm256_blendv_ps(a, max(a, b), floats(bits(which))); }
+inline Floats max(Floats a, Floats b, Which which) {
+  return whole(which) ? max(a, b) : _mm256_blendv_ps(a, max(a, b), floats(bits(which)));
+}
 inline Floats only(Floats x, Which which) { return whole(which) ? x : _mm256_and_ps(x, floats(bits(which))); }
 inline float highest(Floats x) {
   __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -176,10 +188,23 @@ inline void store(bf16 *to, Floats x, Which which) {
   _mm_storeu_si128(reinterpret_cast<__m128i *>(part), eight);
   if (!none(which)) std::copy(part + which.from, part + which.to, to + which.from);
 }
-inline void interleave(Units a, Units b, Units &low, Units &high) {
-  __m256i even = _mm256_unpacklo_epi32(a, b), odd = _mm256_unpackhi_epi32(a, b);  // within each half of a register
-  low = _mm256_permute2x128_si256(even, odd, 0x20);
-  high = _mm256_permute2x128_si256(even, odd, 0x31);
+
+// 8 x 8 units: rows become columns. Two rounds within the halves of the registers, then halves change places.
+inline void transpose(Units *x) {
+  Floats two[8], four[8];
+  for (int i = 0; i < 8; i += 2) {
+    two[i] = _mm256_unpacklo_ps(floats(x[i]), floats(x[i + 1]));
+    two[i + 1] = _mm256_unpackhi_ps(floats(x[i]), floats(x[i + 1]));
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int k = 0; k < 2; k++) {
+      four[i + 2 * k] = _mm256_shuffle_ps(two[i + k], two[i + 2 + k], 0x44);
+      four[i + 2 * k + 1] = _mm256_shuffle_ps(two[i + k], two[i + 2 + k], 0xee);
+    }
+  for (int i = 0; i < 4; i++) {
+    x[i] = units(_mm256_permute2f128_ps(four[i], four[i + 4], 0x20));
+    x[i + 4] = units(_mm256_permute2f128_ps(four[i], four[i + 4], 0x31));
+  }
 }
 
 #endif
@@ -187,20 +212,11 @@ inline void interleave(Units a, Units b, Units &low, Units &high) {
 inline Floats rounded(Floats x, float) { return x; }
 inline Floats dot(Floats sum, Units a, Units b, float) { return fma(floats(a), floats(b), sum); }
 
-// kLanes x kLanes units: rows become columns. Each round moves the highest bit of the row's number behind the column's.
-inline void transpose(Units *x) {
-  for (int round = 1; round < kLanes; round *= 2) {
-    Units y[kLanes];
-    for (int i = 0; i < kLanes / 2; i++) interleave(x[i], x[i + kLanes / 2], y[2 * i], y[2 * i + 1]);
-    std::copy_n(y, kLanes, x);
-  }
-}
-
 // 2 ** x for x <= 0; the polynomial is exact to 2e-7, and to 4e-6 for what becomes bf16 anyway.
-template <typename P> Floats exp2(Floats x) {
+template <typename T> Floats exp2(Floats x) {
   x = max(all(-127.f), x);  // in this order a NaN stays one
   Floats whole = nearest(x), rest = sub(x, whole), sum;
-  if constexpr (sizeof(P) == 4) {
+  if constexpr (sizeof(T) == 4) {
     sum = all(1.535336188e-4f);
     sum = fma(sum, rest, all(1.339887440e-3f));
     sum = fma(sum, rest, all(9.618437357e-3f));

@@ -28,6 +28,7 @@ void tile(const int32_t *a, int64_t a_row, const int32_t *b, int64_t units, floa
   Floats sum[M][N];
   for (int m = 0; m < M; m++)
     for (int n = 0; n < N; n++) sum[m][n] = zeros();
+#pragma GCC unroll 4
   for (int64_t u = 0; u < units; u++, b += kPanel) {
     Units column[N];
     for (int n = 0; n < N; n++) column[n] = load_units(b + kLanes * n);
@@ -36,7 +37,9 @@ void tile(const int32_t *a, int64_t a_row, const int32_t *b, int64_t units, floa
       for (int n = 0; n < N; n++) sum[m][n] = dot(sum[m][n], row, column[n], P());
     }
   }
+#pragma GCC unroll 6  // the sums never leave the registers
   for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
     for (int n = 0; n < N; n++) {
       float *to = c + m * c_row + kLanes * n;
       store(to, plus ? add(load(to), sum[m][n]) : sum[m][n]);
