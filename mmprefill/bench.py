@@ -25,6 +25,7 @@ from PIL import Image
 PEERS = ("vllm", "openvino")
 VARIANTS = {"a": "different pictures", "b": "4 pictures x 8 questions", "c": "text only"}
 SPLITTING = "do_image_splitting"
+RATE = "rate"  # the system that is no model: how fast the machine multiplies matrices
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,12 @@ class Measured:
         requests_per_s: requests per second, median of the repeats.
         first_token_s: median seconds of one request alone.
         peak_rss_mb: resident memory of its process, at its highest.
-        gflops: matrix-multiply rate seen in the same process, best of plain and prepacked oneDNN, of a large square and
-            of the model's own shapes; 0 where not measured.
+        gflops: the machine's matrix-multiply rate beside the repeats, median: best of plain and prepacked oneDNN, of a
+            large square and of the model's own shapes.
         seconds: of each repeat.
-        fraction: arithmetic of plain forwards (linear layers and attention, counted by torch) per second, over the best
-            rate that any process of this variant saw; work that was not done because it was shared counts as done.
+        fraction: arithmetic of plain forwards (linear layers and attention, counted by torch) per second, over the rate
+            just before and after a repeat; median of the repeats. Work that was not done because it was shared counts
+            as done. None where transformers, which counts, is not among the systems.
         stages: mean seconds of a request alone by stage (mmprefill only).
         kinds: shares of the time of requests alone by kind of operation (mmprefill only).
         split: whether every picture was cut into tiles, whatever the checkpoint's own setting.
@@ -191,16 +193,18 @@ def compare(
         rest = [str(each) for each in (workload, variant, requests, dtype, threads, settings)]
         with ExitStack() as stack:
             workers = {name: stack.enter_context(_worker([*start, *rest], threads)) for name, start in starts}
+            machine = stack.enter_context(_worker([*here, RATE, model, *rest], threads))
+            rate = machine.rate()
             for number in range(repeats):
                 turns = [*workers.values()]
                 for worker in turns[number % len(turns) :] + turns[: number % len(turns)]:  # nobody is always first
                     worker.run()
-            measured = [worker.measured(name, variant) for name, worker in workers.items()]
+                    before, rate = rate, machine.rate()
+                    worker.rates.append((before + rate) / 2)
+            measured = [(worker, worker.measured(name, variant)) for name, worker in workers.items()]
             work = next((worker.work for worker in workers.values() if worker.work), None)
-            rate = max(row.gflops for row in measured) * 1e9
-            for row in measured:
-                share = round(work / statistics.median(row.seconds) / rate, 3) if work and rate else None
-                yield replace(row, fraction=share, split=split)
+            for worker, row in measured:
+                yield replace(row, fraction=worker.fraction(work) if work else None, split=split)
 
 
 class _Worker:
@@ -209,12 +213,22 @@ class _Worker:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self._repeats: list[Mapping[str, Any]] = []
+        self.rates: list[float] = []  # the machine's beside each repeat, GFLOP/s
         self.work = 0.0  # arithmetic in one repeat, where the system can count it
         self._ask()  # loaded and warm
 
     def run(self) -> None:
         """One repeat of the workload."""
         self._repeats.append(self._ask("run"))
+
+    def rate(self) -> float:
+        """The machine's matrix-multiply rate, GFLOP/s, of the process that measures it."""
+        return float(self._ask("run")["gflops"])
+
+    def fraction(self, work: float) -> float:
+        """Of the machine's rate, doing `work` operations a repeat."""
+        repeats = zip(self._repeats, self.rates, strict=True)
+        return round(statistics.median(work / each["seconds"] / (rate * 1e9) for each, rate in repeats), 3)
 
     def measured(self, system: str, variant: str) -> Measured:
         """Medians of the repeats, and what only the process itself knows."""
@@ -225,7 +239,7 @@ class _Worker:
         middle = statistics.median(seconds)
         return Measured(
             system, variant, round(tokens / middle, 1), round(requests / middle, 3), round(last["first_token_s"], 4),
-            int(last["peak_rss_mb"]), round(last["gflops"]), tuple(round(s, 3) for s in seconds),
+            int(last["peak_rss_mb"]), round(statistics.median(self.rates)), tuple(round(s, 3) for s in seconds),
             stages=last.get("stages", {}), kinds=last.get("kinds", {}), tokens=tokens,
         )  # fmt: skip
 

@@ -43,7 +43,7 @@ def main(
         run([row])
         alone.append(time.perf_counter() - started)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    say({"first_token_s": statistics.median(alone), "peak_rss_mb": peak, "gflops": 0})
+    say({"first_token_s": statistics.median(alone), "peak_rss_mb": peak})
 
 
 def load_rows(folder: Path, variant: str, count: int) -> Rows:

@@ -1,4 +1,7 @@
-"""One system of `mmprefill bench prefill`, in a process of its own: loads, warms up, then runs on "run" until "quit"."""
+"""One system of `mmprefill bench prefill`, in a process of its own: loads, warms up, then runs on "run" until "quit".
+
+A process named "rate" measures the machine instead: how fast it multiplies matrices.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from mmprefill.bench import RATE
 from mmprefill.models import DTYPES
 from mmprefill.pipeline import widen
 
@@ -30,9 +34,14 @@ def main(
 ) -> None:
     """Serve orders from standard input, one JSON line each; `settings` is JSON of the processor's."""
     torch.set_num_threads(int(threads))
-    rows = load_rows(Path(workload), variant, int(requests))
-    start = {"mmprefill": _mmprefill, "transformers": _transformers}[system]
-    run, more = start(model, dtype, json.loads(settings))
+    if system == RATE:
+        _rates(DTYPES[dtype], [(2048, 2048), *linear_shapes(model)])
+    else:
+        start = {"mmprefill": _mmprefill, "transformers": _transformers}[system]
+        _serve(load_rows(Path(workload), variant, int(requests)), *start(model, dtype, json.loads(settings)))
+
+
+def _serve(rows: Seq[Row], run: Run, more: More) -> None:
     run(rows[:2], "warm-up")
     _say({"ready": True})
     for number, order in enumerate(sys.stdin):
@@ -43,8 +52,15 @@ def main(
         _say({"seconds": time.perf_counter() - started, "tokens": tokens, "requests": len(rows)})
     alone = [_timed(partial(run, [row], f"alone {i}")) for i, row in enumerate(rows[:4])]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    rate = max(gemm_gflops(DTYPES[dtype], *shape) for shape in [(2048, 2048), *linear_shapes(model)])
-    _say({"first_token_s": statistics.median(alone), "peak_rss_mb": peak, "gflops": rate, **more(rows)})
+    _say({"first_token_s": statistics.median(alone), "peak_rss_mb": peak, **more(rows)})
+
+
+def _rates(dtype: torch.dtype, shapes: Seq[tuple[int, int]]) -> None:
+    _say({"ready": True})
+    for order in sys.stdin:
+        if order.strip() == "quit":
+            break
+        _say({"gflops": max(gemm_gflops(dtype, *shape) for shape in shapes)})
 
 
 def load_rows(folder: Path, variant: str, count: int) -> list[Row]:
@@ -167,7 +183,7 @@ def gemm_gflops(dtype: torch.dtype, inputs: int, outputs: int, rows: int = 2048)
         packed = torch.ops.mkldnn._reorder_linear_weight(w, rows)
         runs.append(lambda: torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], ""))
     with torch.inference_mode():
-        best = min(statistics.median(_timed(run) for _ in range(7)) for run in runs)
+        best = min(statistics.median(_timed(run) for _ in range(5)) for run in runs)
     return 2 * rows * inputs * outputs / best / 1e9
 
 
