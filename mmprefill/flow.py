@@ -36,7 +36,7 @@ from mmprefill.trace import Recorder
 from mmprefill.types import Prepared, Request, Reuse
 
 Watch = Callable[[Progress | None], None]
-STEP_TOKENS = 1024  # where nothing was measured
+STEP_TOKENS = 2048  # where nothing was measured
 # Bytes between intake and merge, beyond which no further pictures are taken in: where the tower shares its lane it takes
 # a few dozen times as long as the intake, and a dozen pictures ahead of it are plenty.
 SHARED_PIXELS, OWN_PIXELS = 64 * 2**20, 256 * 2**20
