@@ -60,7 +60,7 @@ float soften(const float *scores, P *weights, int64_t begin, int64_t end, int64_
     part = add(part, weight);
     store(weights + k, weight, lanes(0, kLanes));
   }
-  float keep = std::exp2(most - now);
+  float keep = most == kNone ? 1.f : std::exp2(most - now);  // there are no sums before the first
   sum = sum * keep + total(part);
   most = begin < end ? now : most;
   return keep;
