@@ -4,7 +4,10 @@ import json
 import shutil
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import checkpoints
 import pytest
@@ -33,7 +36,7 @@ def test_the_table_has_ratios_and_ends_with_json():
     lines = bench.as_lines([ours, theirs]).splitlines()
     assert not any("differently" in line for line in lines)
     assert "counted differently" in bench.as_lines([ours, replace(theirs, tokens=ours.tokens + 1)])
-    assert "| mmprefill | 300 | 1.54 | 50% |" in lines[2]
+    assert lines[2].startswith("| different pictures | mmprefill | 300 | 1.54 | 50% |")
     assert "vision 400 ms; linear 75%" in "\n".join(lines)
     assert [row["system"] for row in json.loads(lines[-1])] == ["mmprefill", "transformers"]
 
@@ -80,17 +83,38 @@ def test_split_cuts_pictures_for_every_system(whole, tmp_path):
 
 @pytest.mark.timeout(300)
 def test_split_reaches_the_processes(whole, tmp_path):
+    """Each counts as many tokens as with the setting in this process, more than without it; rows and table say so."""
     checkpoints.picture(1, (320, 240)).save(tmp_path / "source.png")
     bench.make_workload(tmp_path, [tmp_path / "source.png"], requests=1)
+    rows = bench_worker.load_rows(tmp_path, "a", 1)
     asked = {"variants": ["a"], "requests": 1, "repeats": 1, "dtype": "fp32", "threads": 1}
-    tokens = []
-    for split in (False, True):
-        found = list(bench.compare(whole, tmp_path, split=split, **asked))
-        assert [row.split for row in found] == [split] * 2
-        assert all(row.gflops and row.fraction for row in found)
-        tokens += [row.tokens for row in found]
-        assert ("different pictures, split" in bench.as_lines(found)) is split
-    assert tokens[0] == tokens[1] < tokens[2] == tokens[3]
+    with checkpoints.quiet():
+        few, many = (bench_worker._transformers(whole, "fp32", each)[0](rows, "x") for each in ({}, bench.tiles(whole)))
+    found = list(bench.compare(whole, tmp_path, split=True, **asked))
+    assert [(row.system, row.split) for row in found] == [("mmprefill", True), ("transformers", True)]
+    assert all(row.gflops and row.fraction for row in found)
+    assert [few < row.tokens == many for row in found] == [True, True]
+    assert "different pictures, split" in bench.as_lines(found)
+
+
+def test_only_a_split_changes_the_processor(whole, tmp_path, monkeypatch):
+    """Every process is told of it, or of nothing; rows say which."""
+    started = []
+
+    @contextmanager
+    def worker(command, _):
+        started.append(json.loads(command[-1]))
+        measured = partial(
+            Measured, tokens_per_s=1, requests_per_s=1, first_token_s=1, peak_rss_mb=1, gflops=1, seconds=()
+        )
+        yield SimpleNamespace(rates=[], rate=lambda: 1.0, run=lambda: None, work=0.0, measured=measured)
+
+    monkeypatch.setattr(bench, "_worker", worker)
+    with checkpoints.quiet():
+        rows = [row for each in (False, True) for row in bench.compare(whole, tmp_path, variants=["a"], split=each)]
+    assert [row.split for row in rows] == [False, False, True, True]
+    assert ["split" in row.workload for row in rows] == [row.split for row in rows]
+    assert started == [{}] * 3 + [bench.tiles(whole)] * 3
 
 
 def test_a_processor_that_cannot_split_is_named():
