@@ -16,7 +16,7 @@ from mmprefill.pipeline import packed, tiled
 from mmprefill.pipeline.packed import ACTIVATIONS, PackedLinear
 from mmprefill.pipeline.tiled import Activation, TiledLinear, hooked
 
-KINDS = PackedLinear, TiledLinear  # layers that compute activations
+FUSABLE = PackedLinear, TiledLinear  # layers that compute activations
 
 
 class FusedMlp:
@@ -53,7 +53,7 @@ def fuse(mlp: nn.Module, layers: Collection[nn.Module], fusable: dict[Any, bool]
 
     Args:
         mlp: any module.
-        layers: those that are, or will be, of `KINDS`.
+        layers: those that are, or will be, in `FUSABLE`.
         fusable: what was found of modules like it; added to.
     """
     if hooked(mlp):

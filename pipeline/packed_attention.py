@@ -18,7 +18,7 @@ from mmprefill.encoders import kernels
 from mmprefill.encoders.fused_attention import Shape
 from mmprefill.pipeline.attention import FEWEST_FUSED, KEYWORD
 from mmprefill.pipeline.kv_cache import LayerPlan, Piece, SequenceKV, StepCache
-from mmprefill.pipeline.tiled import together
+from mmprefill.pipeline.tiled import multiply_all
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 PAST, FIRST, ROWS = 20, 17, 26  # the probe's step: tokens stored before, rows of the sequence they belong to, of both
@@ -55,7 +55,7 @@ class PackedAttention:
     def run(self, step: StepCache, pieces: ctypes.Array[Any], hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """hidden [1, N, D], cos and sin [1, N, W] -> [1, N, D]; K and V of `pieces` are written."""
         module, heads = self.module, (hidden.shape[1], -1, self.width)
-        query, key, value = together(hidden, _projections(module)[:3])
+        query, key, value = multiply_all(hidden, _projections(module)[:3])
         if self.norms[0] is not None:
             query, key = (norm(t.view(heads)) for norm, t in zip(self.norms, (query, key), strict=True))
         out = hidden.new_empty(1, hidden.shape[1], self.heads * self.width)

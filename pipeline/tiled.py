@@ -18,7 +18,7 @@ from mmprefill.encoders import kernels
 
 Activation = tuple[str, str]  # oneDNN's name, and which algorithm
 PLAIN: Activation = ("none", "")
-KINDS: dict[Activation, int] = {PLAIN: 0, ("gelu", "none"): 1, ("gelu", "tanh"): 2, ("swish", ""): 3, ("relu", ""): 4}
+CODES: dict[Activation, int] = {PLAIN: 0, ("gelu", "none"): 1, ("gelu", "tanh"): 2, ("swish", ""): 3, ("relu", ""): 4}
 # Below, packing the weights takes longer than torch's whole product.
 FEWEST_ROWS = {torch.float32: 2, torch.bfloat16: 3}
 
@@ -54,7 +54,7 @@ def multiply(input: Tensor, layer: nn.Linear, up: nn.Linear | None = None, insid
     return None if made is None else made[0]
 
 
-def together(input: Tensor, layers: Seq[nn.Linear]) -> list[Tensor]:
+def multiply_all(input: Tensor, layers: Seq[nn.Linear]) -> list[Tensor]:
     """Layers that share an input [..., in], each [..., out]; in one call where all are such layers and it serves them."""
     tiled = all(type(layer) is TiledLinear and not hooked(layer) for layer in layers)
     made = _run(input, [(layer,) for layer in layers], PLAIN) if tiled else None
@@ -89,7 +89,7 @@ def _run(input: Tensor, products: Seq[Seq[nn.Linear]], inside: Activation) -> li
     sizes = (ctypes.c_int64(n) for n in (len(layers), input.numel() // width, width))
     with kernels.recorded("linear"):
         array = (_Layer * len(layers))(*layers)
-        failed = function(ctypes.c_void_p(input.data_ptr()), array, *sizes, KINDS[inside], torch.get_num_threads())
+        failed = function(ctypes.c_void_p(input.data_ptr()), array, *sizes, CODES[inside], torch.get_num_threads())
     return None if failed else outs
 
 

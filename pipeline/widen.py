@@ -54,7 +54,7 @@ class WidenedConv3d(nn.Conv3d):
         return _convolve(self, input)
 
 
-KINDS: dict[type[nn.Module], type[nn.Module]] = {
+WIDENED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: WidenedLinear,
     nn.Conv2d: WidenedConv2d,
     nn.Conv3d: WidenedConv3d,

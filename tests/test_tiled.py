@@ -188,11 +188,11 @@ def test_layers_that_share_an_input(dtype):
     """Of unlike widths, with and without a bias; one that something watches, and too few rows, go one by one."""
     layers = [layer(24, 40, dtype), layer(24, 8, dtype, bias=False), layer(24, 300, dtype)]
     x, seen = torch.randn(2, 5, 24).to(dtype), []
-    for got, each in zip(tiled.together(x, layers), layers, strict=True):
+    for got, each in zip(tiled.multiply_all(x, layers), layers, strict=True):
         assert got.shape == (2, 5, each.out_features)
         assert close(got, exactly(each, x), dtype)
     layers[1].register_forward_hook(lambda *_: seen.append(1))
-    for got, each in zip(tiled.together(x, layers), layers, strict=True):
+    for got, each in zip(tiled.multiply_all(x, layers), layers, strict=True):
         assert close(got, exactly(each, x), dtype)
     assert len(seen) == 1
-    assert [each.shape[-1] for each in tiled.together(x[:1, :1], layers)] == [40, 8, 300]
+    assert [each.shape[-1] for each in tiled.multiply_all(x[:1, :1], layers)] == [40, 8, 300]
