@@ -24,7 +24,7 @@ from mmprefill.pipeline.packed import PackedLinear
 from mmprefill.pipeline.tiled import TiledLinear
 
 FEWEST = 2**16  # weights in a layer worth packing: below, the call itself is what takes the time
-_PLAIN: dict[type[nn.Module], type[nn.Module]] = {wide: plain for plain, wide in widen.KINDS.items()}
+_PLAIN: dict[type[nn.Module], type[nn.Module]] = {wide: plain for plain, wide in widen.WIDENED.items()}
 _PLAIN[TiledLinear] = nn.Linear
 
 
@@ -41,7 +41,7 @@ def pack(model: nn.Module, later: Collection[nn.Module] = ()) -> int:
     owners = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     kinds = {layer: kind for layer in model.modules() if layer not in later and (kind := _kind(layer)) is not None}
     kinds = {layer: kind for layer, kind in kinds.items() if kind is not PackedLinear or owners[id(layer.weight)] == 1}
-    active, fusable = [layer for layer, kind in kinds.items() if kind in mlp.KINDS], dict[Any, bool]()
+    active, fusable = [layer for layer, kind in kinds.items() if kind in mlp.FUSABLE], dict[Any, bool]()
     for module in [module for module in model.modules() if not {*active}.isdisjoint(module.children())]:
         mlp.fuse(module, active, fusable)
     packed.pack([cast("nn.Linear", layer) for layer, kind in kinds.items() if kind is PackedLinear])
@@ -93,14 +93,14 @@ def unpacked(model: nn.Module) -> Iterator[None]:
     finally:
         packed_attention.redo(layers)
         if changed:
-            pack(model)
+            pack(model, {*model.modules()} - {*changed})  # what waits for a picture goes on waiting
         if norms:
             norm.fuse(model)
 
 
 def _kind(module: nn.Module) -> type[nn.Module] | None:
     """What a layer becomes."""
-    if type(module) not in widen.KINDS or module.training or tiled.hooked(module):
+    if type(module) not in widen.WIDENED or module.training or tiled.hooked(module):
         return None
     weight = cast("torch.Tensor", module.weight)
     frozen = not any(parameter.requires_grad for parameter in module.parameters(recurse=False))
@@ -109,5 +109,5 @@ def _kind(module: nn.Module) -> type[nn.Module] | None:
     if type(module) is nn.Linear and tiled.preferred(weight.dtype):
         return TiledLinear
     if widen.wants(weight.dtype):
-        return widen.KINDS[type(module)]
+        return widen.WIDENED[type(module)]
     return PackedLinear if type(module) is nn.Linear and packed.serves(weight.dtype) else None

@@ -271,6 +271,8 @@ def test_a_tower_is_packed_when_its_first_picture_comes(way):
         linears = [module for module in tower.modules() if isinstance(module, nn.Linear)]
         assert {type(module) for module in decoder.modules() if isinstance(module, nn.Linear)} == {way}
         prefiller.prefill("only text")
+        with linear.unpacked(prefiller.session.family.model):
+            pass
         assert {type(module) for module in linears} == {nn.Linear}
         got, wanted = (each.prefill("look", images=[checkpoints.picture(1)]) for each in (prefiller, plain))
         assert {type(module) for module in linears} == {way}
