@@ -126,9 +126,8 @@ def numpy_copy_warning_ignored() -> Iterator[None]:
 
 
 @torch.inference_mode()
-def picture_effect(folder: Path) -> float:
+def picture_effect(model: PreTrainedModel, processor: ProcessorMixin) -> float:
     """The largest change of a last logit when another picture of the same size is shown."""
-    model, processor = load(folder)
     logits = [
         model(**inputs_for(processor, [picture(seed), "What is in this picture?"])).logits[0, -1] for seed in (1, 2)
     ]

@@ -72,7 +72,7 @@ def test_a_video_beside_a_picture(family):
 
 @pytest.mark.parametrize("family", ALL)
 def test_pictures_change_the_answer(family):
-    assert checkpoints.picture_effect(checkpoints.cached(family)) > 0.05
+    assert checkpoints.picture_effect(*loaded(family)) > 0.05
 
 
 @pytest.mark.parametrize("family", ALL)

@@ -97,7 +97,7 @@ def test_plain_transformers_loads_it_and_prefill_equals_it(assembled, vision, la
 
 @pytest.mark.parametrize("vision", [*TOWERS, *OTHERS])
 def test_pictures_change_logits(assembled, vision):
-    assert checkpoints.picture_effect(assembled(vision)) > 1e-2
+    assert checkpoints.picture_effect(*checkpoints.load(assembled(vision))) > 1e-2
 
 
 def test_pictures_of_unlike_shapes_share_a_request(assembled):
