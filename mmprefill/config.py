@@ -67,7 +67,7 @@ class PrefillConfig:
             left, with ageing) or "priority" (`Request.priority`).
         ageing: under "text_first" a request with pictures goes after the texts that come up to so many seconds later.
         step_tokens: most tokens in one packed prefill step; a longer chunk still runs, alone. None takes
-            what is fast by the measurements of `mmprefill plan` on this machine, or 2048 where it never ran; where memory
+            what is fast by the measurements of `mmprefill plan` on this machine, or 1024 where it never ran; where memory
             is short, pass the smaller one that it prints.
         chunk_tokens: most tokens of one request in a step; None for no bound but the step's.
         early_tokens: a text of at least this many tokens before the first picture starts while pictures are encoded.

@@ -36,11 +36,11 @@ from mmprefill.trace import Recorder
 from mmprefill.types import Prepared, Request, Reuse
 
 Watch = Callable[[Progress | None], None]
-STEP_TOKENS = 2048  # where nothing was measured
+STEP_TOKENS = 1024  # where nothing was measured
 # Bytes between intake and merge, beyond which no further pictures are taken in: where the tower shares its lane it takes
 # a few dozen times as long as the intake, and a dozen pictures ahead of it are plenty.
 SHARED_PIXELS, OWN_PIXELS = 64 * 2**20, 256 * 2**20
-TIDY = 8 * 2**20  # bytes of the intake's tensors, after which what was thrown away on the way goes back to the system
+TIDY = 2 * 2**20  # bytes of the intake's tensors, after which what was thrown away on the way goes back to the system
 IN_TURN = ("text_first", "first_come")  # policies that let pictures through in the order in which they come
 
 
