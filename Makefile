@@ -31,7 +31,7 @@ run: $(STAMP)  ## the main job on samples/
 	@$(VENV)/bin/mmprefill run --requests samples/requests.jsonl --generate 16
 
 test: $(STAMP)  ## the tests
-	@$(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	@$(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 check: lint types  ## ruff, and mypy --strict on the built wheel
 
