@@ -43,7 +43,8 @@ struct Shape {
 };
 
 // Softmax of one row's scores[begin, end) of a block as weights; those around it up to `padded` become 0. Updates the
-// running maximum and sum, and returns what the sums so far have to be multiplied by. What comes of it becomes a T.
+// running maximum and sum, and returns what the sums so far have to be multiplied by. T is the type of attention's output,
+// which says how exact the exponents have to be.
 template <typename T, typename P>
 float soften(const float *scores, P *weights, int64_t begin, int64_t end, int64_t padded, float scale, float &most,
              float &sum) {
@@ -51,7 +52,8 @@ float soften(const float *scores, P *weights, int64_t begin, int64_t end, int64_
   for (int64_t k = begin / kLanes * kLanes; k < end; k += kLanes)
     best = max(best, load(scores + k), lanes(begin - k, end - k));
   float now = begin < end ? std::max(most, highest(best) * scale) : most;
-  if (now == kNone) now = 0;  // nothing seen yet: all weights are 0
+  bool seen = now != kNone;
+  if (!seen) now = 0;  // all weights are 0
   Floats factor = all(scale), shift = all(-now), part = zeros();
   for (int64_t k = 0; k < padded; k += kLanes) {
     Which which = lanes(begin - k, end - k);
@@ -62,7 +64,7 @@ float soften(const float *scores, P *weights, int64_t begin, int64_t end, int64_
   }
   float keep = most == kNone ? 1.f : std::exp2(most - now);  // there are no sums before the first
   sum = sum * keep + total(part);
-  most = begin < end ? now : most;
+  if (seen) most = now;
   return keep;
 }
 

@@ -110,7 +110,7 @@ void multiply(const int32_t *x, int64_t units, const Outputs &task, Product &kep
     int64_t height = std::min(kHeight, end - row);
     for (int64_t unit = 0; unit < units; unit += depth)
       for (int64_t panel = 0; panel < padded; panel += kPanel) {
-        for (int64_t p = panel; p < panels; p += padded)
+        for (int64_t p = panel; p < panels; p += padded)  // the layer's, and the second layer's
           for (int64_t r = 0; r < height; r += kTile)
             tile<P>(std::min<int64_t>(kTile, height - r), kColumns, x + (row + r) * units + unit, units,
                     weights + p * units + unit * kPanel, std::min(depth, units - unit),
@@ -146,7 +146,7 @@ template <Activation kind, typename T>
 void multiply(const T *x, const Linear *layers, int64_t count, int64_t rows, int64_t in, int threads) {
   constexpr bool as_it_is = std::is_same_v<T, Packed<T>>;
   static thread_local std::vector<int32_t> kept;  // the lane's: pages that are touched once
-  int64_t most = as_it_is ? rows : std::min(rows, up(std::max(kHeight, kWidened / in), kHeight));
+  int64_t most = as_it_is ? rows : std::min(rows, evenly(rows, std::max(kHeight, kWidened / in), kHeight));
   const int32_t *from = reinterpret_cast<const int32_t *>(x);
   float *wide = as_it_is ? nullptr : reinterpret_cast<float *>(room(kept, most * in));
   for (int64_t start = 0; start < rows; start += most) {

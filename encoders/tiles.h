@@ -28,7 +28,7 @@ void tile(const int32_t *a, int64_t a_row, const int32_t *b, int64_t units, floa
   Floats sum[M][N];
   for (int m = 0; m < M; m++)
     for (int n = 0; n < N; n++) sum[m][n] = zeros();
-#pragma GCC unroll 4
+#pragma GCC unroll 4  // counting takes an eighth of the instructions of one turn
   for (int64_t u = 0; u < units; u++, b += kPanel) {
     Units column[N];
     for (int n = 0; n < N; n++) column[n] = load_units(b + kLanes * n);

@@ -75,6 +75,18 @@ def test_large_scores_and_nan():
     assert part.out[0, 5].isnan().all()
 
 
+def test_keys_that_nothing_looks_at():
+    """Scores of -inf over a whole block of keys leave the maximum to what comes after them."""
+    query, key, value = torch.ones(1, 20, 16), torch.full((1, 300, 16), -40.0), torch.randn(1, 300, 16)
+    key[:, 290:] += torch.rand(1, 10, 16)
+    key[:, :256] = -math.inf
+    part = Rows(query, key, value, torch.empty(1, 20, 16))
+    if not fused_attention.serves(part.query, part.key, part.value):
+        pytest.skip("no kernel on this machine")
+    fused_attention.attend([part], causal=False)
+    assert (part.out.double() - exact(part, False, None)).abs().max() <= 1e-4
+
+
 def test_what_it_does_not_serve():
     """Other dtypes, and pairs that would straddle rows."""
     assert not fused_attention.serves(*(torch.randn(2, 4, 16, dtype=torch.float64) for _ in range(3)))
