@@ -228,7 +228,8 @@ class _Worker:
     def fraction(self, work: float) -> float:
         """Of the machine's rate, doing `work` operations a repeat."""
         repeats = zip(self._repeats, self.rates, strict=True)
-        return round(statistics.median(work / each["seconds"] / (rate * 1e9) for each, rate in repeats), 3)
+        reached = [work / float(each["seconds"]) / (rate * 1e9) for each, rate in repeats]
+        return round(statistics.median(reached), 3)
 
     def measured(self, system: str, variant: str) -> Measured:
         """Medians of the repeats, and what only the process itself knows."""

@@ -117,6 +117,30 @@ def test_only_a_split_changes_the_processor(whole, tmp_path, monkeypatch):
     assert started == [{}] * 3 + [bench.tiles(whole)] * 3
 
 
+def test_a_repeat_is_measured_by_the_rate_on_both_sides_of_it(tmp_path, monkeypatch):
+    """Turns rotate, and each goes with the mean of the rates before and after it."""
+    told, workers = iter(range(1, 100, 2)), []
+
+    @contextmanager
+    def worker(command, _):
+        measured = partial(
+            Measured, tokens_per_s=1, requests_per_s=1, first_token_s=1, peak_rss_mb=1, gflops=1, seconds=()
+        )
+        parts = {"rates": [], "rate": lambda: next(told), "run": lambda: None, "work": 0.0, "measured": measured}
+        workers.append(SimpleNamespace(**parts))
+        yield workers[-1]
+
+    monkeypatch.setattr(bench, "_worker", worker)
+    list(bench.compare("a model", tmp_path, variants=["a"], repeats=2))
+    assert [each.rates for each in workers] == [[2, 8], [4, 6], []]
+
+
+def test_the_share_of_the_rate_is_the_median_of_the_repeats():
+    worker = bench._Worker.__new__(bench._Worker)
+    worker._repeats, worker.rates = [{"seconds": 2.0}, {"seconds": 4.0}, {"seconds": 1.0}], [1.0, 4.0, 2.0]
+    assert worker.fraction(8e9) == 4.0  # of 4, 0.5 and 4
+
+
 def test_a_processor_that_cannot_split_is_named():
     with checkpoints.quiet(), pytest.raises(ValueError, match=r"Qwen2VLImageProcessor.*do_image_splitting"):
         bench.tiles(str(checkpoints.cached("qwen2_vl")))
