@@ -76,7 +76,7 @@ class PrefillConfig:
         intake_threads: host threads that decode, resize and tokenise.
         max_waiting: requests admitted at once; further ones wait at the door.
         admission_rate: requests admitted per second; None for no bound.
-        encoder_bytes: encoder outputs kept for pictures that come back; 0 keeps none. None chooses by model: an eighth of
+        encoder_bytes: encoder outputs kept for pictures that come back; 0 keeps none. None chooses by model: a twelfth of
             its weights, at least 32 and at most 256 MiB.
         prefix_bytes: KV and logits kept for prompts that share a beginning; 0 keeps none. None chooses likewise, at most
             512 MiB.

@@ -21,7 +21,7 @@ SHARE = 0.25  # of what the weights leave, for the transients of a step, and as 
 LEAST = 256  # tokens or patches that speed alone never goes below: a busy machine measures strange curves
 SPEED = 0.9  # of the best measured rate, at which a larger budget is no longer worth its latency
 LONG = 8192  # tokens of the prompt that chunks are chosen for, where the model takes so many; longer steps only add latency
-KEPT, SMALL = 1 / 8, 32 * 2**20  # of the weights, for a store whose size nobody chose, and its least bytes
+KEPT, SMALL = 1 / 12, 32 * 2**20  # of the weights, for a store whose size nobody chose, and its least bytes
 PICTURES, PROMPTS = 256 * 2**20, 512 * 2**20  # its most bytes, by what it keeps
 LOSS = 0.015  # of its time in one step, which it may take longer in chunks: half a per cent less than the aim
 

@@ -56,10 +56,10 @@ def test_predicted_kv_is_the_real_one(family):
 
 @pytest.mark.parametrize(
     ("weights", "pictures", "prompts"),
-    [(0, 32 * MIB, 32 * MIB), (800 * MIB, 100 * MIB, 100 * MIB), (16 * 1024 * MIB, 256 * MIB, 512 * MIB)],
+    [(0, 32 * MIB, 32 * MIB), (1200 * MIB, 100 * MIB, 100 * MIB), (16 * 1024 * MIB, 256 * MIB, 512 * MIB)],
 )
 def test_stores_follow_the_size_of_the_model(weights, pictures, prompts):
-    """An eighth of the weights within bounds, where nobody chose; what somebody chose, be it nothing, holds."""
+    """A twelfth of the weights within bounds, where nobody chose; what somebody chose, be it nothing, holds."""
     assert memory.store_bytes(None, weights, memory.PICTURES) == pictures
     assert memory.store_bytes(None, weights, memory.PROMPTS) == prompts
     assert [memory.store_bytes(given, weights, memory.PROMPTS) for given in (0, 2**40)] == [0, 2**40]
