@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
@@ -38,8 +39,8 @@ from mmprefill.types import Prepared, Request, Reuse
 Watch = Callable[[Progress | None], None]
 STEP_TOKENS = 1024  # where nothing was measured
 # Bytes between intake and merge, beyond which no further pictures are taken in: where the tower shares its lane it takes
-# a few dozen times as long as the intake, and a dozen pictures ahead of it are plenty.
-SHARED_PIXELS, OWN_PIXELS = 64 * 2**20, 256 * 2**20
+# a few dozen times as long as the intake, and a few calls ahead of it are plenty.
+SHARED_PIXELS, OWN_PIXELS = 16 * 2**20, 256 * 2**20
 TIDY = 2 * 2**20  # bytes of the intake's tensors, after which what was thrown away on the way goes back to the system
 IN_TURN = ("text_first", "first_come")  # policies that let pictures through in the order in which they come
 
@@ -340,42 +341,60 @@ class Clock:
 
 
 class Room:
-    """What the pictures of requests may take between intake and merge.
+    """What the tensors of requests with pictures may take between intake and merge; what several of them show counts once.
 
     Args:
         limit: bytes, beyond which nobody enters.
-        doors: how many may be in the intake, where nobody knows yet what they will take.
+        doors: how many may be in the intake, where nobody knows yet what they will take: decoding and resizing hold
+            several times that. One at a time once an eighth of the limit is held: then nobody waits for the intake.
     """
 
     def __init__(self, limit: float, doors: int) -> None:
-        self.limit, self.held = limit, 0
+        self.limit, self.held, self.inside = limit, 0, 0
+        self._users: Counter[tuple[int, int]] = Counter()  # of a tensor, by address and size
         self._doors, self._left = asyncio.Semaphore(doors), asyncio.Event()
 
     @asynccontextmanager
     async def entrance(self) -> AsyncIterator[None]:
         """Wait for a door, then for room."""
         async with self._doors:
-            while self.held >= self.limit:
+            while self.held >= (self.limit / 8 if self.inside else self.limit):
                 self._left.clear()
                 await self._left.wait()
-            yield
+            self.inside += 1
+            try:
+                yield
+            finally:
+                self.inside -= 1
+                self._left.set()
 
     def take(self, prepared: Prepared) -> None:
         """Count a request's tensors."""
-        self.held += _size(prepared)
+        for tensor in prepared.inputs.values():
+            self._users[_place(tensor)] += 1
+            self.held += tensor.nbytes * (self._users[_place(tensor)] == 1)
 
     def drop_pixels(self, prepared: Prepared) -> None:
         """The embeddings are made: nothing looks at the pixels any more."""
-        before = _size(prepared)
         for name in [name for name in prepared.inputs if name.startswith("pixel_")]:
-            del prepared.inputs[name]
-        self.held -= before - _size(prepared)
+            self._drop(prepared.inputs.pop(name))
         self._left.set()
 
     def leave(self, prepared: Prepared) -> None:
         """They are not needed any more."""
-        self.held -= _size(prepared)
+        for tensor in prepared.inputs.values():
+            self._drop(tensor)
         self._left.set()
+
+    def _drop(self, tensor: Tensor) -> None:
+        self._users[_place(tensor)] -= 1
+        if not self._users[_place(tensor)]:
+            del self._users[_place(tensor)]
+            self.held -= tensor.nbytes
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.nbytes
 
 
 def _size(prepared: Prepared) -> int:

@@ -19,6 +19,7 @@ from mmprefill.errors import EngineClosedError, MediaError, PromptTooLongError, 
 from mmprefill.metrics import Observer
 from mmprefill.pipeline.driver import Driver
 from mmprefill.results import PrefillResult, unwrap
+from mmprefill.types import Prepared
 
 
 @pytest.fixture
@@ -240,6 +241,32 @@ def test_pictures_are_taken_in_as_there_is_room(monkeypatch):
         assert len(held) == 5
         assert max(held) < 2 * min(held)
         assert room.held == 0
+
+
+def test_two_pictures_are_in_the_intake_only_while_none_waits():
+    """Each takes several times its tensors there; with enough of them ahead of the tower a second gains nobody time."""
+
+    async def run():
+        room, inside, most = flow.Room(limit=8000, doors=2), [], []
+
+        async def enter(name):
+            async with room.entrance():
+                inside.append(name)
+                most.append(len(inside))
+                await asyncio.sleep(0.01)
+                inside.remove(name)
+
+        await asyncio.gather(*map(enter, range(4)))
+        assert max(most) == 2
+        waits = Prepared(Request(prompt="x"), {"pixel_values": torch.zeros(250)}, (), 0.0)
+        room.take(waits)
+        most.clear()
+        await asyncio.gather(*map(enter, range(4)))
+        assert most == [1] * 4
+        room.leave(waits)
+        assert room.held == 0
+
+    asyncio.run(run())
 
 
 class Steps(Observer):

@@ -52,7 +52,7 @@ def test_nothing_is_shared_by_mistake():
 
 
 def test_questions_about_one_picture_prepare_it_once(monkeypatch):
-    """Of eight questions of one call only the first is resized; the answers are those of each alone."""
+    """Of eight questions of one call only the first is resized, and counted; the answers are those of each alone."""
     requests = [Request(prompt=f"question {i}", images=[checkpoints.picture(1)]) for i in range(8)]
     with engines.open_prefiller("smolvlm", intake_threads=1) as prefiller:
         kind, calls = type(prefiller.session.bundle.processor.image_processor), []
@@ -67,9 +67,15 @@ def test_questions_about_one_picture_prepare_it_once(monkeypatch):
             return result
 
         monkeypatch.setattr(prefiller.intake, "prepare", prepared)
+        room, held = prefiller._engine._flow._room, []
+        take = room.take
+        monkeypatch.setattr(room, "take", lambda prepared: (take(prepared), held.append(room.held)))
         prefiller.session.lane.submit(done.wait, 60)  # the first is on its way until all are through the intake
         together = [unwrap(each) for each in prefiller.prefill_many(requests)]
         assert len(calls) == 1
+        assert len(held) == 8
+        assert held[7] < 1.1 * held[0]
+        assert room.held == 0
         alone = prefiller.prefill(Request(prompt="question 3", images=[checkpoints.picture(1)], reuse=False, salt="x"))
     assert torch.allclose(together[3].next_token_logits, alone.next_token_logits, atol=1e-4)
 
