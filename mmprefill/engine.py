@@ -117,11 +117,15 @@ class AsyncPrefiller:
         return await self._call(self._serve_all(list(several(requests))))
 
     async def stream(self, requests: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Outcome]:
-        """Results in the order of the requests, which are drawn while earlier ones run; a failed one is its exception."""
+        """Results in the order of the requests, which are drawn while earlier ones run; a failed one is its exception.
+
+        Steps are as full as can be: whoever waits for one result soonest takes `prefill`.
+        """
         waiting: deque[Future[PrefillResult]] = deque()
+        call = object()
         try:
             async for request in _drawn(several(requests)):
-                waiting.append(self.start(request))
+                waiting.append(self.start(request, call))
                 while waiting and (waiting[0].done() or len(waiting) >= self.config.max_waiting):
                     yield await _outcome(waiting.popleft())
             while waiting:
@@ -255,9 +259,9 @@ class AsyncPrefiller:
         call = object() if len(requests) > 1 else None  # nobody sees a result before all are there
         return await asyncio.gather(*(self._serve_any(each, call) for each in requests), return_exceptions=True)
 
-    def start(self, request: Any) -> Future[PrefillResult]:
-        """Start one request, from any thread; cancelling the future cancels the request."""
-        return self.submit(self._serve_any(request))
+    def start(self, request: Any, call: object | None = None) -> Future[PrefillResult]:
+        """Start one request, from any thread; cancelling the future cancels the request. `call` is as in `Job`."""
+        return self.submit(self._serve_any(request, call))
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine on the engine's own loop, whatever loop or thread the caller is in."""

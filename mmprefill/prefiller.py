@@ -89,12 +89,14 @@ class Prefiller:
         """Results in the order of the requests, which are drawn while earlier ones run; a failed one is its exception.
 
         Requests are drawn on the caller's thread, so that an iterator may take its time, or use this prefiller itself.
+        Steps are as full as can be: whoever waits for one result soonest takes `prefill`.
         """
         waiting: deque[Future[PrefillResult]] = deque()
+        call = object()
         most = self._engine.config.max_waiting
         try:
             for request in several(requests):
-                waiting.append(self._engine.start(request))
+                waiting.append(self._engine.start(request, call))
                 while waiting and (waiting[0].done() or len(waiting) >= most):
                     yield _outcome(waiting[0])
                     waiting.popleft()

@@ -51,7 +51,8 @@ class Job:
         ready: tokens that may be prefilled now, i.e. up to the first picture or prefix that is not there yet.
         done: tokens prefilled, or taken from a stored prefix.
         running: a chunk of it is in a step at this moment.
-        call: what it came with, whose jobs are only looked at together; None where somebody waits for it alone.
+        call: what it came with, `prefill_many` or `stream`, where fuller steps matter more than when each is done; None
+            where somebody waits for it alone.
         chunk: most tokens of it in a step, where it has a bound of its own.
         legal_end: where a chunk may end; never inside a two-way span.
     """
@@ -145,8 +146,8 @@ class Batcher:
     A job joins a step if what that saves everybody who waits (one `overhead`) outweighs what it costs those who are in
     the step already (its tokens). So a short queue is served in short steps, and a long one in full ones.
 
-    The jobs of a call are only looked at together: delaying one of them costs nothing, so among themselves they fill
-    steps. A job that is waited for alone joins a step before them, and none of them joins a step that has one.
+    Nobody waits for one job of a call by itself: delaying it costs nothing, so among themselves they fill steps. A job that
+    is waited for alone joins a step before them, and none of them joins a step that has one.
 
     Args:
         order: ranks jobs.

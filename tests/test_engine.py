@@ -305,18 +305,21 @@ class Turns:
         self._gate.release(count)
 
     @contextlib.contextmanager
-    def call(self, *texts):
-        """`prefill_many` meanwhile, until all are through."""
+    def call(self, *texts, verb="prefill_many"):
+        """The verb meanwhile, until all are through."""
         with ThreadPoolExecutor() as pool, self.prefiller:
-            outcomes = pool.submit(self.prefiller.prefill_many, texts)
+            outcomes = pool.submit(lambda: list(getattr(self.prefiller, verb)(texts)))
+            while self.prefiller._engine._driver._arriving.total() < len(texts):
+                time.sleep(0.001)
             yield
             assert all(isinstance(each, PrefillResult) for each in outcomes.result(timeout=60))
 
 
-def test_requests_that_come_together_share_a_step():
-    """Twelve texts of one call run in one step, however they trickle out of the intake; nobody sees one before all."""
+@pytest.mark.parametrize("verb", ["prefill_many", "stream"])
+def test_requests_that_come_together_share_a_step(verb):
+    """Twelve texts of one call run in one step, however they trickle out of the intake."""
     turns = Turns(overhead=math.inf)
-    with turns.call(*(f"text {i}" for i in range(12))):
+    with turns.call(*(f"text {i}" for i in range(12)), verb=verb):
         for _ in range(12):
             turns.let()
     assert turns.steps.requests == [12]
