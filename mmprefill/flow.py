@@ -41,7 +41,7 @@ STEP_TOKENS = 1024  # where nothing was measured
 # Bytes between intake and merge, beyond which no further pictures are taken in: where the tower shares its lane it takes
 # a few dozen times as long as the intake, and a few calls ahead of it are plenty.
 SHARED_PIXELS, OWN_PIXELS = 16 * 2**20, 256 * 2**20
-TIDY = 2 * 2**20  # bytes of the intake's tensors, after which what was thrown away on the way goes back to the system
+TIDY = 2 * 2**20  # bytes of pixels and KV, after which what was thrown away on the way to them goes back to the system
 IN_TURN = ("text_first", "first_come")  # policies that let pictures through in the order in which they come
 
 
@@ -74,7 +74,7 @@ class Flow:
             prefix_bytes=memory.store_bytes(config.prefix_bytes, weights, memory.PROMPTS),
         )
         self._together = together(session.route.plan)
-        self._made = 0  # bytes of tensors by the intake, since memory was last given back
+        self._made = 0  # bytes of tensors by intake and decoder, since memory was last given back
         self._text_stands_alone: bool | None = None  # learnt from the first request with media
         self._door = asyncio.Semaphore(config.max_waiting)
         pixels = SHARED_PIXELS if lanes.vision is lanes.prefill else OWN_PIXELS
@@ -194,11 +194,15 @@ class Flow:
     def _prepare_tidily(self, request: Request) -> Prepared:
         """On a host thread, in whose heap decoding and resizing leave several times what they make."""
         prepared = self._intake.prepare(request)
-        self._made += _size(prepared)
+        self._tidy(_size(prepared))
+        return prepared
+
+    def _tidy(self, made: int) -> None:
+        """On a host thread, since it takes milliseconds: also the lane's heap holds what was thrown away between what is kept."""
+        self._made += made
         if self._made >= TIDY:
             self._made = 0
             memory.give_back()
-        return prepared
 
     async def _sequence(self, active: Active, plan: Plan, prepared: Prepared, clock: Clock) -> None:
         """Encode and merge what an earlier prompt does not give, and take over what it does."""
@@ -274,6 +278,7 @@ class Flow:
         done = active.prefill
         assert done is not None
         self.stores.finish(plan, done)
+        self._host.submit(self._tidy, done.kv.nbytes)
         hidden = {layer: torch.cat(parts) for layer, parts in done.hidden.items()}
         sequence = done.sequence
         return self._result(

@@ -91,6 +91,17 @@ def test_a_finished_request_lets_go_of_its_tensors(monkeypatch):
             gc.enable()
 
 
+def test_memory_is_given_back_for_what_the_decoder_made_too(monkeypatch):
+    """Once behind the intake and once behind the result, where both exceed what is let lie."""
+    given = []
+    monkeypatch.setattr(flow, "TIDY", 1)
+    monkeypatch.setattr(memory, "give_back", lambda: given.append(1))
+    with open_prefiller("smolvlm") as prefiller:
+        given.clear()
+        prefiller.prefill("a text")
+    assert len(given) == 2
+
+
 def test_a_waiting_request_has_let_go_of_its_pixels(monkeypatch):
     """From the merge on: what waits for a step holds its embeddings only, and leaves room for the next picture."""
     with open_prefiller("smolvlm") as prefiller:
