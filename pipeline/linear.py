@@ -23,7 +23,8 @@ from mmprefill.pipeline import mlp, norm, packed, packed_attention, tiled, widen
 from mmprefill.pipeline.packed import PackedLinear
 from mmprefill.pipeline.tiled import TiledLinear
 
-FEWEST = 2**16  # weights in a layer worth packing: below, the call itself is what takes the time
+# Weights in a layer below which the call itself is what takes the time; oneDNN's costs more than a kernel of ours.
+FEWEST, FEWEST_PACKED = 2**12, 2**16
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {wide: plain for plain, wide in widen.WIDENED.items()}
 _PLAIN[TiledLinear] = nn.Linear
 
@@ -110,4 +111,5 @@ def _kind(module: nn.Module) -> type[nn.Module] | None:
         return TiledLinear
     if widen.wants(weight.dtype):
         return widen.WIDENED[type(module)]
-    return PackedLinear if type(module) is nn.Linear and packed.serves(weight.dtype) else None
+    packable = type(module) is nn.Linear and packed.serves(weight.dtype) and weight.numel() >= FEWEST_PACKED
+    return PackedLinear if packable else None

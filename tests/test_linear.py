@@ -32,6 +32,7 @@ FRESH = PrefillConfig(prefix_bytes=0, encoder_bytes=0)  # every request computed
 def _small(monkeypatch):
     """Tiny checkpoints have tiny layers."""
     monkeypatch.setattr(linear, "FEWEST", 0)
+    monkeypatch.setattr(linear, "FEWEST_PACKED", 0)
 
 
 @pytest.fixture(params=WAYS, ids=lambda kind: kind.__name__)

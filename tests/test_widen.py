@@ -52,9 +52,18 @@ def test_convolutions(kind):
     assert asked.grad is not None
 
 
+def test_small_layers_are_widened_too(monkeypatch):
+    """As the bundled model's are: torch's own bf16 is slow there at any size, and less exact. Not so where oneDNN has some."""
+    monkeypatch.setattr(widen, "wants", lambda dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(tiled, "preferred", lambda _: False)
+    small, tiny = frozen(nn.Linear(64, 64), torch.bfloat16), frozen(nn.Linear(32, 32), torch.bfloat16)
+    assert [linear.pack(small), linear.pack(tiny), linear.pack(frozen(nn.Linear(64, 64), torch.float32))] == [1, 0, 0]
+
+
 def test_packing_widens_what_onednn_does_not_multiply(monkeypatch):
     """On whatever processor: the layer changes, its weights do not, and unpacking gives it back."""
     monkeypatch.setattr(linear, "FEWEST", 0)
+    monkeypatch.setattr(linear, "FEWEST_PACKED", 0)
     monkeypatch.setattr(widen, "wants", lambda dtype: dtype == torch.bfloat16)
     monkeypatch.setattr(tiled, "preferred", lambda _: False)
     layers = nn.Conv2d(3, 24, 4, stride=4), nn.Flatten(2), nn.Linear(64, 40), nn.GELU(), nn.Linear(40, 8)
