@@ -198,7 +198,7 @@ class Flow:
         return prepared
 
     def _tidy(self, made: int) -> None:
-        """On a host thread, since it takes milliseconds: also the lane's heap holds what was thrown away between what is kept."""
+        """On a host thread, since it takes milliseconds: what was thrown away lies between what is kept, in every heap."""
         self._made += made
         if self._made >= TIDY:
             self._made = 0
