@@ -53,7 +53,7 @@ def test_convolutions(kind):
 
 
 def test_small_layers_are_widened_too(monkeypatch):
-    """As the bundled model's are: torch's own bf16 is slow there at any size, and less exact. oneDNN has larger calls."""
+    """As the bundled model's are: torch's own bf16 is slow there at any size. Packing for oneDNN is not worth it."""
     monkeypatch.setattr(widen, "wants", lambda dtype: dtype == torch.bfloat16)
     monkeypatch.setattr(tiled, "preferred", lambda _: False)
     small, tiny = frozen(nn.Linear(64, 64), torch.bfloat16), frozen(nn.Linear(32, 32), torch.bfloat16)
