@@ -98,17 +98,7 @@ def verify(arguments: argparse.Namespace) -> int:
     check_images(arguments.image)
     with _open(arguments) as prefiller:
         half = str(prefiller.session.family.dtype) != "torch.float32"
-        fp32 = (
-            load(
-                arguments.model,
-                device=arguments.device,
-                dtype="fp32",
-                revision=arguments.revision,
-                token=arguments.token,
-            )
-            if half
-            else None
-        )
+        fp32 = load(arguments.model, **{**_loading(arguments), "dtype": "fp32"}) if half else None
         report = exactness.verify(
             prefiller,
             fp32=fp32,
@@ -243,10 +233,9 @@ def batch(arguments: argparse.Namespace) -> int:
     hosts, roots = tuple(arguments.allow_host), tuple(arguments.image_root) or None
     config = PrefillConfig(media=MediaLimits(allow_urls=bool(hosts), allowed_hosts=hosts, allowed_roots=roots))
     if arguments.engine == "ray" and not arguments.dry_run:
-        options = {name: getattr(arguments, name) for name in ("device", "dtype", "revision", "token")}
         report = run_job(
-            arguments.inputs, arguments.out, model=arguments.model, config=config, engine="ray", options=options,
-            actors=arguments.actors, progress=not arguments.json, **settings,
+            arguments.inputs, arguments.out, model=arguments.model, options=_loading(arguments), config=config,
+            engine="ray", actors=arguments.actors, progress=not arguments.json, **settings,
         )  # fmt: skip
         job_report.show_report(report, arguments.json)
         return report.exit_code
@@ -299,11 +288,14 @@ def demo(arguments: argparse.Namespace) -> int:
     """Serve the page until it is interrupted."""
     from mmprefill import demo as page
     from mmprefill.demo_limits import Limits
+    from mmprefill.engine import AsyncPrefiller
     from mmprefill.pipeline.memory import parse_bytes
 
     page.check_extra()
     limits = Limits(upload_bytes=parse_bytes(arguments.max_upload))
-    return page.run(_opener(arguments), host=arguments.host, port=arguments.port, limits=limits)
+    _quiet_transformers()
+    open_engine = partial(AsyncPrefiller.from_pretrained, arguments.model, **_loading(arguments))
+    return page.run(open_engine, host=arguments.host, port=arguments.port, limits=limits)
 
 
 def _open(arguments: argparse.Namespace, **options: Any) -> Prefiller:
@@ -311,23 +303,12 @@ def _open(arguments: argparse.Namespace, **options: Any) -> Prefiller:
     from mmprefill.prefiller import Prefiller
 
     _quiet_transformers()
-    return Prefiller.from_pretrained(
-        arguments.model,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        revision=arguments.revision,
-        token=arguments.token,
-        **options,
-    )
+    return Prefiller.from_pretrained(arguments.model, **_loading(arguments), **options)
 
 
-def _opener(arguments: argparse.Namespace) -> Any:
-    from mmprefill.engine import AsyncPrefiller
-
-    _quiet_transformers()
-    names = ("device", "dtype", "revision", "token")
-    given = {name: getattr(arguments, name) for name in names}
-    return partial(AsyncPrefiller.from_pretrained, arguments.model, **given)
+def _loading(arguments: argparse.Namespace) -> dict[str, Any]:
+    """How to load the model that the command line names."""
+    return {name: getattr(arguments, name) for name in ("device", "dtype", "revision", "token")}
 
 
 def _quiet_transformers() -> None:
