@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -19,8 +18,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 PEERS = ("vllm", "openvino")
 VARIANTS = {"a": "different pictures", "b": "4 pictures x 8 questions", "c": "text only"}
@@ -101,50 +98,6 @@ class Peer:
         if not Path(python).is_file():
             raise ValueError(f"peer {name}: there is no interpreter {python!r}")
         return cls(name, python, folder or None)
-
-
-def make_workload(folder: Path, pictures: Seq[Path], requests: int = 32, seed: int = 7) -> Path:
-    """Write pictures and `workload.json`, variant -> rows of a text and the name of its picture.
-
-    Variant a: different pictures of 224-800 x 224-600 pixels; b: 4 pictures x 8 questions, shuffled; c: text only.
-    """
-    draw = random.Random(seed)  # noqa: S311 - a fixture, not a secret
-    folder.mkdir(parents=True, exist_ok=True)
-    sources = [Image.open(path).convert("RGB") for path in pictures]
-    unique = [_crop(draw, sources[i % len(sources)], folder / f"u{i:02d}.png") for i in range(requests)]
-    sizes = [(224, 224), (448, 336), (640, 480), (800, 600)]
-    four = [_resized(sources[i % len(sources)], size, folder / f"f{i}.png") for i, size in enumerate(sizes)]
-    texts = [_text(draw) for _ in range(requests)]
-    order = [i % 4 for i in range(requests)]
-    draw.shuffle(order)
-    rows = {
-        "a": [{"image": image, "text": text} for image, text in zip(unique, texts, strict=True)],
-        "b": [{"image": four[i], "text": text} for i, text in zip(order, texts, strict=True)],
-        "c": [{"image": None, "text": text} for text in texts],
-    }
-    (folder / "workload.json").write_text(json.dumps(rows))
-    return folder
-
-
-def _crop(draw: random.Random, image: Image.Image, path: Path) -> str:
-    width, height = draw.randint(224, 800), draw.randint(224, 600)
-    scale = min(image.width / width, image.height / height) * draw.uniform(0.6, 1)
-    crop_width, crop_height = int(width * scale), int(height * scale)
-    left, top = draw.randint(0, image.width - crop_width), draw.randint(0, image.height - crop_height)
-    image.crop((left, top, left + crop_width, top + crop_height)).resize((width, height)).save(path)
-    return path.name
-
-
-def _resized(image: Image.Image, size: tuple[int, int], path: Path) -> str:
-    image.resize(size).save(path)
-    return path.name
-
-
-def _text(draw: random.Random) -> str:
-    """6-110 words of the standard library's source, as questions and documents mix."""
-    words = Path(os.__file__).read_text(encoding="utf-8", errors="ignore").split()
-    count, start = draw.randint(6, 110), draw.randint(0, len(words) - 300)
-    return " ".join(words[start : start + count])
 
 
 def tiles(model: str) -> dict[str, bool]:

@@ -186,23 +186,16 @@ def bench(arguments: argparse.Namespace) -> int:
     """The throughput table, and its one line of JSON."""
     import tempfile
 
-    from PIL import Image
-
-    from mmprefill.bench import Peer, as_lines, compare, make_workload
+    from mmprefill.bench import Peer, as_lines, compare
+    from mmprefill.bench_workload import made_up
     from mmprefill.models import BUNDLED
-    from mmprefill.verify import pictures
 
     check_plot(arguments.plot)
     if arguments.workload is not None and not (arguments.workload / "workload.json").is_file():
         raise ValueError(f"--workload {arguments.workload}: no workload.json in it; without the option one is made up")
     against = [Peer.parse(each) for each in arguments.against.split(",") if each]
     with tempfile.TemporaryDirectory() as scratch:
-        workload = arguments.workload
-        if workload is None:
-            sources = [Path(scratch) / f"source{i}.png" for i in range(6)]
-            for path, picture in zip(sources, pictures(6, sizes=((480, 640),)), strict=True):
-                Image.fromarray(picture).save(path)
-            workload = make_workload(Path(scratch) / "workload", sources)
+        workload = arguments.workload or made_up(Path(scratch))
         rows = []
         for row in compare(
             str(arguments.model or BUNDLED), workload, variants=arguments.variants, requests=arguments.requests,

@@ -15,6 +15,7 @@ import torch
 
 from mmprefill import bench, bench_worker
 from mmprefill.bench import Measured, Peer
+from mmprefill.bench_workload import make_workload
 
 
 def test_peers_are_named_with_their_interpreter():
@@ -45,7 +46,7 @@ def test_workers_count_work_and_time(tmp_path):
     """On a tiny checkpoint: both systems see the same tokens, work is counted, kinds of operation make up the whole."""
     sources = [tmp_path / "source.png"]
     checkpoints.picture(1, (320, 240)).save(sources[0])
-    bench.make_workload(tmp_path, sources, requests=2)
+    make_workload(tmp_path, sources, requests=2)
     rows, model = bench_worker.load_rows(tmp_path, "a", 2), str(checkpoints.cached("smolvlm"))
     with checkpoints.quiet():
         ours, more = bench_worker._mmprefill(model, "fp32", {})
@@ -71,7 +72,7 @@ def whole(tmp_path):
 def test_split_cuts_pictures_for_every_system(whole, tmp_path):
     """Both see the same tokens, more of them than with pictures that are left whole."""
     checkpoints.picture(1, (320, 240)).save(tmp_path / "source.png")
-    bench.make_workload(tmp_path, [tmp_path / "source.png"], requests=2)
+    make_workload(tmp_path, [tmp_path / "source.png"], requests=2)
     rows, tokens = bench_worker.load_rows(tmp_path, "a", 2), []
     with checkpoints.quiet():
         for settings in ({}, bench.tiles(whole)):
@@ -85,7 +86,7 @@ def test_split_cuts_pictures_for_every_system(whole, tmp_path):
 def test_split_reaches_the_processes(whole, tmp_path):
     """Each counts as many tokens as with the setting in this process, more than without it; rows and table say so."""
     checkpoints.picture(1, (320, 240)).save(tmp_path / "source.png")
-    bench.make_workload(tmp_path, [tmp_path / "source.png"], requests=1)
+    make_workload(tmp_path, [tmp_path / "source.png"], requests=1)
     rows = bench_worker.load_rows(tmp_path, "a", 1)
     asked = {"variants": ["a"], "requests": 1, "repeats": 1, "dtype": "fp32", "threads": 1}
     with checkpoints.quiet():
