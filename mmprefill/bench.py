@@ -23,6 +23,7 @@ PEERS = ("vllm", "openvino")
 VARIANTS = {"a": "different pictures", "b": "4 pictures x 8 questions", "c": "text only"}
 SPLITTING = "do_image_splitting"
 RATE = "rate"  # the system that is no model: how fast the machine multiplies matrices
+REQUESTS = 32  # of a repeat, unless others are asked for
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def compare(
     *,
     systems: Seq[str] = ("mmprefill", "transformers"),
     variants: Seq[str] = ("a", "b", "c"),
-    requests: int = 32,
+    requests: int = REQUESTS,
     repeats: int = 3,
     dtype: str = "bf16",
     threads: int = 2,

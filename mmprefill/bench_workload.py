@@ -10,18 +10,37 @@ from pathlib import Path
 
 from PIL import Image
 
+from mmprefill.bench import REQUESTS
 from mmprefill.verify import pictures
 
 
-def made_up(folder: Path) -> Path:
-    """A workload of made-up pictures, under an empty folder."""
+def check(folder: Path, variants: Seq[str], requests: int | None) -> None:
+    """Raises ValueError, before anything is loaded, for a workload that has less than is asked of it."""
+    file = folder / "workload.json"
+    if not file.is_file():
+        raise ValueError(f"--workload {folder}: no workload.json in it; without the option one is made up")
+    rows, least = json.loads(file.read_text()), requests or 1
+    for variant in variants:
+        found = len(rows.get(variant, ()))
+        if found < least:
+            raise ValueError(
+                f"--workload {folder}: variant {variant!r} has {found} requests, fewer than the {least} asked for; "
+                "see --requests and --variants"
+            )
+
+
+def made_up(folder: Path, requests: int) -> Path:
+    """A workload with as many requests, or more, about made-up pictures; under an empty folder.
+
+    Never fewer than the usual ones: a shorter run takes the first of those, and can be set beside a whole one.
+    """
     sources = [folder / f"source{i}.png" for i in range(6)]
     for path, picture in zip(sources, pictures(6, sizes=((480, 640),)), strict=True):
         Image.fromarray(picture).save(path)
-    return make_workload(folder / "workload", sources)
+    return make_workload(folder / "workload", sources, max(requests, REQUESTS))
 
 
-def make_workload(folder: Path, sources: Seq[Path], requests: int = 32, seed: int = 7) -> Path:
+def make_workload(folder: Path, sources: Seq[Path], requests: int = REQUESTS, seed: int = 7) -> Path:
     """Write pictures and `workload.json`, variant -> rows of a text and the name of its picture.
 
     Variant a: different pictures of 224-800 x 224-600 pixels; b: 4 pictures x 8 questions, shuffled; c: text only.

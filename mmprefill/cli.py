@@ -165,7 +165,8 @@ def _add_bench(commands: Any) -> None:
     parser.add_argument("--workload", type=Path, metavar="DIR", help="pictures and workload.json; made up if not given")
     parser.add_argument("--variants", nargs="+", default=["a", "b", "c"], choices=["a", "b", "c"],
                         help="a: different pictures, b: 4 pictures x 8 questions, c: text only")  # fmt: skip
-    parser.add_argument("--requests", type=positive, default=32, metavar="N", help="requests per repeat (default 32)")
+    parser.add_argument("--requests", type=positive, metavar="N", help="requests per repeat (default 32, or what --workload "
+                        "has, if that is less)")  # fmt: skip
     parser.add_argument("--repeats", type=positive, default=3, metavar="N", help="repeats of each system (default 3)")
     parser.add_argument("--threads", type=positive, default=2, metavar="N", help="torch threads (default 2)")
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16", "fp32"], help="default bf16")

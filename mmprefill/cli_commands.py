@@ -186,19 +186,20 @@ def bench(arguments: argparse.Namespace) -> int:
     """The throughput table, and its one line of JSON."""
     import tempfile
 
-    from mmprefill.bench import Peer, as_lines, compare
-    from mmprefill.bench_workload import made_up
+    from mmprefill import bench_workload
+    from mmprefill.bench import REQUESTS, Peer, as_lines, compare
     from mmprefill.models import BUNDLED
 
     check_plot(arguments.plot)
-    if arguments.workload is not None and not (arguments.workload / "workload.json").is_file():
-        raise ValueError(f"--workload {arguments.workload}: no workload.json in it; without the option one is made up")
+    if arguments.workload is not None:
+        bench_workload.check(arguments.workload, arguments.variants, arguments.requests)
+    requests = arguments.requests or REQUESTS
     against = [Peer.parse(each) for each in arguments.against.split(",") if each]
     with tempfile.TemporaryDirectory() as scratch:
-        workload = arguments.workload or made_up(Path(scratch))
+        workload = arguments.workload or bench_workload.made_up(Path(scratch), requests)
         rows = []
         for row in compare(
-            str(arguments.model or BUNDLED), workload, variants=arguments.variants, requests=arguments.requests,
+            str(arguments.model or BUNDLED), workload, variants=arguments.variants, requests=requests,
             repeats=arguments.repeats, dtype=arguments.dtype, threads=arguments.threads, systems=arguments.systems,
             against=against, split=arguments.split,
         ):  # fmt: skip
