@@ -141,8 +141,8 @@ def compare(
     settings = json.dumps(tiles(model) if split else {})
     here = [sys.executable, "-m", "mmprefill.bench_worker"]
     starts = [(name, [*here, name, model]) for name in systems]
-    peer = Path(__file__).with_name("bench_peer.py").read_text()  # as text: beside the file lies our own types.py
-    starts += [(each.name, [each.python, "-c", peer, each.name, each.model or model]) for each in against]
+    script = Path(__file__).with_name("bench_peer.py").read_text()  # as text: beside the file lies our own types.py
+    starts += [(each.name, [each.python, "-c", script, each.name, each.model or model]) for each in against]
     for variant in variants:
         rest = [str(each) for each in (workload, variant, requests, dtype, threads, settings)]
         with ExitStack() as stack:
@@ -193,8 +193,9 @@ class _Worker:
         self.work = last.get("work", 0.0)
         middle = statistics.median(seconds)
         return Measured(
-            system, variant, round(tokens / middle, 1), round(requests / middle, 3), round(last["first_token_s"], 4),
-            int(last["peak_rss_mb"]), round(statistics.median(self.rates)), tuple(round(s, 3) for s in seconds),
+            system, variant, tokens_per_s=round(tokens / middle, 1), requests_per_s=round(requests / middle, 3),
+            first_token_s=round(last["first_token_s"], 4), peak_rss_mb=int(last["peak_rss_mb"]),
+            gflops=round(statistics.median(self.rates)), seconds=tuple(round(s, 3) for s in seconds),
             stages=last.get("stages", {}), kinds=last.get("kinds", {}), tokens=tokens,
         )  # fmt: skip
 
