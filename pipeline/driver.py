@@ -59,7 +59,7 @@ class Active:
 
 
 @dataclass(eq=False)
-class _Tower:
+class _Waiting:
     """A picture that waits for the tower, and the future of its output."""
 
     inputs: MediaInputs
@@ -91,7 +91,7 @@ class Driver:
         self._trace, self._observer = trace, observer
         self._shared = lanes.vision is lanes.prefill
         self._active: dict[Job, Active] = {}
-        self._tower: dict[Picture, _Tower] = {}
+        self._tower: dict[Picture, _Waiting] = {}
         self._moving: set[Active] = set()
         self._wake = asyncio.Event()
         self._loops: list[asyncio.Task[None]] = []
@@ -140,7 +140,7 @@ class Driver:
         """The feature output of one item, when the batcher's turn comes to it."""
         self._check()
         job, picture = active.job, Picture(inputs.patches, inputs.shape_key)
-        waiting = _Tower(inputs, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(inputs, asyncio.get_running_loop().create_future())
         self._tower[picture] = waiting
         job.pictures.append(picture)
         self.wake()
