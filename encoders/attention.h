@@ -200,17 +200,17 @@ template <typename T> int run(const Segment *segments, int64_t count, const Shap
       const Segment &s = segments[next / shape.groups];
       int64_t more = packed_units(s, shape, per);
       if (!problems.empty() && (units + more) * 4 > kScratch) break;
-      problems.push_back({&s, next % shape.groups, reinterpret_cast<int32_t *>(units), nullptr});
+      problems.push_back({&s, next % shape.groups, nullptr, nullptr});
       units += more;
     }
-    if (static_cast<int64_t>(kept.size()) < units + 16) kept.resize(units + 16);
-    int32_t *base = reinterpret_cast<int32_t *>(up(reinterpret_cast<int64_t>(kept.data()), 64));
+    int32_t *at = room(kept, units);
     std::vector<Block> blocks;
     std::vector<std::pair<const Problem *, int64_t>> unpacked;  // and the first of kKeys keys
     for (Problem &p : problems) {
-      p.keys = base + reinterpret_cast<int64_t>(p.keys);
-      p.values = p.keys + up(p.segment->keys, kPanel) * (shape.width / per);
       const Segment &s = *p.segment;
+      p.keys = at;
+      p.values = p.keys + up(s.keys, kPanel) * (shape.width / per);
+      at += packed_units(s, shape, per);
       int64_t unseen = s.window ? std::max<int64_t>(0, s.first - s.window + 1) : 0;  // before every row's window
       for (int64_t key = unseen / kKeys * kKeys; key < s.keys; key += kKeys) unpacked.push_back({&p, key});
       int64_t heads = shape.heads / shape.groups;

@@ -73,11 +73,6 @@ struct Product {  // what one thread works in
 inline int64_t parts(int64_t n, int64_t of) { return (n + of - 1) / of; }
 inline int64_t evenly(int64_t n, int64_t most, int64_t to) { return up(parts(n, std::max<int64_t>(1, parts(n, most))), to); }
 
-template <typename V> V *room(std::vector<V> &kept, int64_t count) {  // of `count` numbers, on a line of the cache
-  if (static_cast<int64_t>(kept.size()) < count + 16) kept.resize(count + 16);
-  return reinterpret_cast<V *>(up(reinterpret_cast<int64_t>(kept.data()), 64));
-}
-
 // One row of what a thread has made: biases, activation, product; rounded where transformers rounds.
 template <Activation kind, typename T>
 void finish(const float *sums, const float *factors, const T *bias, const T *up_bias, T *out, int64_t count) {
