@@ -135,7 +135,7 @@ std::pair<const int32_t *, int64_t> queries(const T *query, int64_t row, int64_t
   }
 }
 
-template <typename T> void attend(const Block &block, const Shape &shape, Room<T> &room) {
+template <typename T> void attend_block(const Block &block, const Shape &shape, Room<T> &room) {
   using P = Packed<T>;
   const Segment &s = *block.problem->segment;
   int64_t rows = std::min<int64_t>(kRows, s.rows - block.row), own = s.first + block.row;  // own key of the first row
@@ -189,7 +189,7 @@ template <typename T> void attend(const Block &block, const Shape &shape, Room<T
   }
 }
 
-template <typename T> int run(const Segment *segments, int64_t count, const Shape &shape, int threads) {
+template <typename T> int attend(const Segment *segments, int64_t count, const Shape &shape, int threads) {
   constexpr int per = kPer<Packed<T>>;
   static thread_local std::vector<int32_t> kept;  // the lane's: pages that are touched once
   std::vector<Problem> problems;
@@ -223,7 +223,7 @@ template <typename T> int run(const Segment *segments, int64_t count, const Shap
       for (size_t i = 0; i < unpacked.size(); i++) pack<T>(*unpacked[i].first, unpacked[i].second, shape);
       Room<T> *room = new (std::align_val_t(64)) Room<T>;
 #pragma omp for schedule(dynamic)
-      for (size_t i = 0; i < blocks.size(); i++) attend<T>(blocks[i], shape, *room);
+      for (size_t i = 0; i < blocks.size(); i++) attend_block<T>(blocks[i], shape, *room);
       room->~Room<T>();
       ::operator delete(room, std::align_val_t(64));
     }
@@ -278,7 +278,7 @@ int attend_packed(T *query, const T *key, const T *value, const T *cos, const T 
       std::memcpy(static_cast<T *>(p.value) + to, value + from, width * sizeof(T));
     }
   }
-  return run<T>(segments.data(), count, shape, threads);
+  return attend<T>(segments.data(), count, shape, threads);
 }
 
 }  // namespace

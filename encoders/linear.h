@@ -88,9 +88,9 @@ void finish(const float *sums, const float *factors, const T *bias, const T *up_
   }
 }
 
-// x is rows of units, `units` apart.
+// One block of outputs; x is rows of units, `units` apart.
 template <Activation kind, typename T>
-void multiply(const int32_t *x, int64_t units, const Outputs &task, Product &kept) {
+void multiply_block(const int32_t *x, int64_t units, const Outputs &task, Product &kept) {
   using P = Packed<T>;
   const Linear &layer = *task.layer;
   int64_t in = units * kPer<P>, padded = up(task.width, kPanel), depth = evenly(units, kDepth, kLanes);
@@ -160,7 +160,7 @@ void multiply(const T *x, const Linear *layers, int64_t count, int64_t rows, int
       static thread_local Product product;
       const int32_t *units = as_it_is ? from : reinterpret_cast<int32_t *>(wide) - start * in;
 #pragma omp for schedule(dynamic)
-      for (size_t i = 0; i < tasks.size(); i++) multiply<kind, T>(units, in / kPer<Packed<T>>, tasks[i], product);
+      for (size_t i = 0; i < tasks.size(); i++) multiply_block<kind, T>(units, in / kPer<Packed<T>>, tasks[i], product);
     }
   }
 }
