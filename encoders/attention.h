@@ -143,7 +143,7 @@ template <typename T> void attend_block(const Block &block, const Shape &shape, 
                                     s.query_row, rows, shape.width, room);
   int64_t width = up(shape.value_width, kLanes), value_panels = up(shape.value_width, kPanel) / kPanel;
   int64_t value_keys = up(s.keys, kLanes), units = shape.width / kPer<P>;
-  float most[kRows], sum[kRows], scale = shape.scale * 1.44269504f;  // exp(x) = 2 ** (x log2 e)
+  float most[kRows], sum[kRows], scale = shape.scale * kLog2E;
   std::fill_n(most, kRows, kNone);
   std::fill_n(sum, kRows, 0.f);
   room.out.assign(kRows * width, 0.f);

@@ -26,7 +26,7 @@ static_assert(kHeight % kTile == 0 && kWidth % kPanel == 0);
 enum Activation { kPlain, kGelu, kGeluTanh, kSilu, kRelu };
 
 inline Floats sigmoid(Floats x) {
-  Floats small = exp2<float>(mul(absolute(x), all(-1.44269504f))), half = div(all(1.f), add(all(1.f), small));
+  Floats small = exp2<float>(mul(absolute(x), all(-kLog2E))), half = div(all(1.f), add(all(1.f), small));
   return by_sign(x, half, mul(small, half));
 }
 
@@ -35,7 +35,7 @@ inline Floats tails(Floats x) {
   Floats t = div(all(1.f), fma(absolute(x), all(0.3275911f * 0.70710678f), all(1.f)));
   Floats sum = all(1.061405429f);
   for (float part : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) sum = fma(sum, t, all(part));
-  return mul(mul(sum, t), exp2<float>(mul(mul(x, x), all(-0.5f * 1.44269504f))));
+  return mul(mul(sum, t), exp2<float>(mul(mul(x, x), all(-0.5f * kLog2E))));
 }
 
 template <Activation kind> Floats activated(Floats x) {
