@@ -135,7 +135,7 @@ std::pair<const int32_t *, int64_t> queries(const T *query, int64_t row, int64_t
   }
 }
 
-template <typename T> void attend(const Block &block, const Shape &shape, Room<T> &room) {
+template <typename T> void attend_block(const Block &block, const Shape &shape, Room<T> &room) {
   using P = Packed<T>;
   const Segment &s = *block.problem->segment;
   int64_t rows = std::min<int64_t>(kRows, s.rows - block.row), own = s.first + block.row;  // own key of the first row
@@ -143,7 +143,7 @@ template <typename T> void attend(const Block &block, const Shape &shape, Room<T
                                     s.query_row, rows, shape.width, room);
   int64_t width = up(shape.value_width, kLanes), value_panels = up(shape.value_width, kPanel) / kPanel;
   int64_t value_keys = up(s.keys, kLanes), units = shape.width / kPer<P>;
-  float most[kRows], sum[kRows], scale = shape.scale * 1.44269504f;  // exp(x) = 2 ** (x log2 e)
+  float most[kRows], sum[kRows], scale = shape.scale * kLog2E;
   std::fill_n(most, kRows, kNone);
   std::fill_n(sum, kRows, 0.f);
   room.out.assign(kRows * width, 0.f);
@@ -189,7 +189,7 @@ template <typename T> void attend(const Block &block, const Shape &shape, Room<T
   }
 }
 
-template <typename T> int run(const Segment *segments, int64_t count, const Shape &shape, int threads) {
+template <typename T> int attend(const Segment *segments, int64_t count, const Shape &shape, int threads) {
   constexpr int per = kPer<Packed<T>>;
   static thread_local std::vector<int32_t> kept;  // the lane's: pages that are touched once
   std::vector<Problem> problems;
@@ -200,17 +200,17 @@ template <typename T> int run(const Segment *segments, int64_t count, const Shap
       const Segment &s = segments[next / shape.groups];
       int64_t more = packed_units(s, shape, per);
       if (!problems.empty() && (units + more) * 4 > kScratch) break;
-      problems.push_back({&s, next % shape.groups, reinterpret_cast<int32_t *>(units), nullptr});
+      problems.push_back({&s, next % shape.groups, nullptr, nullptr});
       units += more;
     }
-    if (static_cast<int64_t>(kept.size()) < units + 16) kept.resize(units + 16);
-    int32_t *base = reinterpret_cast<int32_t *>(up(reinterpret_cast<int64_t>(kept.data()), 64));
+    int32_t *at = room(kept, units);
     std::vector<Block> blocks;
     std::vector<std::pair<const Problem *, int64_t>> unpacked;  // and the first of kKeys keys
     for (Problem &p : problems) {
-      p.keys = base + reinterpret_cast<int64_t>(p.keys);
-      p.values = p.keys + up(p.segment->keys, kPanel) * (shape.width / per);
       const Segment &s = *p.segment;
+      p.keys = at;
+      p.values = p.keys + up(s.keys, kPanel) * (shape.width / per);
+      at += packed_units(s, shape, per);
       int64_t unseen = s.window ? std::max<int64_t>(0, s.first - s.window + 1) : 0;  // before every row's window
       for (int64_t key = unseen / kKeys * kKeys; key < s.keys; key += kKeys) unpacked.push_back({&p, key});
       int64_t heads = shape.heads / shape.groups;
@@ -223,7 +223,7 @@ template <typename T> int run(const Segment *segments, int64_t count, const Shap
       for (size_t i = 0; i < unpacked.size(); i++) pack<T>(*unpacked[i].first, unpacked[i].second, shape);
       Room<T> *room = new (std::align_val_t(64)) Room<T>;
 #pragma omp for schedule(dynamic)
-      for (size_t i = 0; i < blocks.size(); i++) attend<T>(blocks[i], shape, *room);
+      for (size_t i = 0; i < blocks.size(); i++) attend_block<T>(blocks[i], shape, *room);
       room->~Room<T>();
       ::operator delete(room, std::align_val_t(64));
     }
@@ -278,7 +278,7 @@ int attend_packed(T *query, const T *key, const T *value, const T *cos, const T 
       std::memcpy(static_cast<T *>(p.value) + to, value + from, width * sizeof(T));
     }
   }
-  return run<T>(segments.data(), count, shape, threads);
+  return attend<T>(segments.data(), count, shape, threads);
 }
 
 }  // namespace

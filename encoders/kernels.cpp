@@ -5,11 +5,11 @@
 #include "norm.h"
 
 extern "C" int attend_float(const Segment *segments, int64_t count, const Shape *shape, int threads) {
-  return run<float>(segments, count, *shape, threads);
+  return attend<float>(segments, count, *shape, threads);
 }
 
 extern "C" int attend_bf16(const Segment *segments, int64_t count, const Shape *shape, int threads) {
-  return run<bf16>(segments, count, *shape, threads);
+  return attend<bf16>(segments, count, *shape, threads);
 }
 
 extern "C" int attend_packed_float(float *query, const float *key, const float *value, const float *cos,

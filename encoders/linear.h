@@ -26,7 +26,7 @@ static_assert(kHeight % kTile == 0 && kWidth % kPanel == 0);
 enum Activation { kPlain, kGelu, kGeluTanh, kSilu, kRelu };
 
 inline Floats sigmoid(Floats x) {
-  Floats small = exp2<float>(mul(absolute(x), all(-1.44269504f))), half = div(all(1.f), add(all(1.f), small));
+  Floats small = exp2<float>(mul(absolute(x), all(-kLog2E))), half = div(all(1.f), add(all(1.f), small));
   return by_sign(x, half, mul(small, half));
 }
 
@@ -35,7 +35,7 @@ inline Floats tails(Floats x) {
   Floats t = div(all(1.f), fma(absolute(x), all(0.3275911f * 0.70710678f), all(1.f)));
   Floats sum = all(1.061405429f);
   for (float part : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) sum = fma(sum, t, all(part));
-  return mul(mul(sum, t), exp2<float>(mul(mul(x, x), all(-0.5f * 1.44269504f))));
+  return mul(mul(sum, t), exp2<float>(mul(mul(x, x), all(-0.5f * kLog2E))));
 }
 
 template <Activation kind> Floats activated(Floats x) {
@@ -73,11 +73,6 @@ struct Product {  // what one thread works in
 inline int64_t parts(int64_t n, int64_t of) { return (n + of - 1) / of; }
 inline int64_t evenly(int64_t n, int64_t most, int64_t to) { return up(parts(n, std::max<int64_t>(1, parts(n, most))), to); }
 
-template <typename V> V *room(std::vector<V> &kept, int64_t count) {  // of `count` numbers, on a line of the cache
-  if (static_cast<int64_t>(kept.size()) < count + 16) kept.resize(count + 16);
-  return reinterpret_cast<V *>(up(reinterpret_cast<int64_t>(kept.data()), 64));
-}
-
 // One row of what a thread has made: biases, activation, product; rounded where transformers rounds.
 template <Activation kind, typename T>
 void finish(const float *sums, const float *factors, const T *bias, const T *up_bias, T *out, int64_t count) {
@@ -93,9 +88,9 @@ void finish(const float *sums, const float *factors, const T *bias, const T *up_
   }
 }
 
-// x is rows of units, `units` apart.
+// One block of outputs; x is rows of units, `units` apart.
 template <Activation kind, typename T>
-void multiply(const int32_t *x, int64_t units, const Outputs &task, Product &kept) {
+void multiply_block(const int32_t *x, int64_t units, const Outputs &task, Product &kept) {
   using P = Packed<T>;
   const Linear &layer = *task.layer;
   int64_t in = units * kPer<P>, padded = up(task.width, kPanel), depth = evenly(units, kDepth, kLanes);
@@ -165,7 +160,7 @@ void multiply(const T *x, const Linear *layers, int64_t count, int64_t rows, int
       static thread_local Product product;
       const int32_t *units = as_it_is ? from : reinterpret_cast<int32_t *>(wide) - start * in;
 #pragma omp for schedule(dynamic)
-      for (size_t i = 0; i < tasks.size(); i++) multiply<kind, T>(units, in / kPer<Packed<T>>, tasks[i], product);
+      for (size_t i = 0; i < tasks.size(); i++) multiply_block<kind, T>(units, in / kPer<Packed<T>>, tasks[i], product);
     }
   }
 }

@@ -212,6 +212,8 @@ inline void transpose(Units *x) {
 inline Floats rounded(Floats x, float) { return x; }
 inline Floats dot(Floats sum, Units a, Units b, float) { return fma(floats(a), floats(b), sum); }
 
+constexpr float kLog2E = 1.44269504f;  // exp(x) = 2 ** (x kLog2E)
+
 // 2 ** x for x <= 0; the polynomial is exact to 2e-7, and to 4e-6 for what becomes bf16 anyway.
 template <typename T> Floats exp2(Floats x) {
   x = max(all(-127.f), x);  // in this order a NaN stays one

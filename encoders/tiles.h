@@ -7,6 +7,9 @@
 
 #include "simd.h"
 
+#include <cstdint>
+#include <vector>
+
 namespace {
 
 constexpr int kTile = 6;                   // rows in a register tile
@@ -21,6 +24,11 @@ template <typename T> using Packed = float;
 template <typename P> constexpr int kPer = 4 / sizeof(P);  // elements in a unit
 
 int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+template <typename V> V *room(std::vector<V> &kept, int64_t count) {  // of `count` numbers, on a line of the cache
+  if (static_cast<int64_t>(kept.size()) < count + 16) kept.resize(count + 16);
+  return reinterpret_cast<V *>(up(reinterpret_cast<int64_t>(kept.data()), 64));
+}
 
 // c[M][kLanes N] (+)= a[M][units] * b[units][kPanel]. What is there is added last: long sums, made in parts, stay exact.
 template <typename P, int M, int N>

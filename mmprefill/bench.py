@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -20,12 +19,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 PEERS = ("vllm", "openvino")
 VARIANTS = {"a": "different pictures", "b": "4 pictures x 8 questions", "c": "text only"}
 SPLITTING = "do_image_splitting"
 RATE = "rate"  # the system that is no model: how fast the machine multiplies matrices
+REQUESTS = 32  # of a repeat, unless others are asked for
 
 
 @dataclass(frozen=True)
@@ -103,50 +101,6 @@ class Peer:
         return cls(name, python, folder or None)
 
 
-def make_workload(folder: Path, pictures: Seq[Path], requests: int = 32, seed: int = 7) -> Path:
-    """Write pictures and `workload.json`, variant -> rows of a text and the name of its picture.
-
-    Variant a: different pictures of 224-800 x 224-600 pixels; b: 4 pictures x 8 questions, shuffled; c: text only.
-    """
-    draw = random.Random(seed)  # noqa: S311 - a fixture, not a secret
-    folder.mkdir(parents=True, exist_ok=True)
-    sources = [Image.open(path).convert("RGB") for path in pictures]
-    unique = [_crop(draw, sources[i % len(sources)], folder / f"u{i:02d}.png") for i in range(requests)]
-    sizes = [(224, 224), (448, 336), (640, 480), (800, 600)]
-    four = [_resized(sources[i % len(sources)], size, folder / f"f{i}.png") for i, size in enumerate(sizes)]
-    texts = [_text(draw) for _ in range(requests)]
-    order = [i % 4 for i in range(requests)]
-    draw.shuffle(order)
-    rows = {
-        "a": [{"image": image, "text": text} for image, text in zip(unique, texts, strict=True)],
-        "b": [{"image": four[i], "text": text} for i, text in zip(order, texts, strict=True)],
-        "c": [{"image": None, "text": text} for text in texts],
-    }
-    (folder / "workload.json").write_text(json.dumps(rows))
-    return folder
-
-
-def _crop(draw: random.Random, image: Image.Image, path: Path) -> str:
-    width, height = draw.randint(224, 800), draw.randint(224, 600)
-    scale = min(image.width / width, image.height / height) * draw.uniform(0.6, 1)
-    crop_width, crop_height = int(width * scale), int(height * scale)
-    left, top = draw.randint(0, image.width - crop_width), draw.randint(0, image.height - crop_height)
-    image.crop((left, top, left + crop_width, top + crop_height)).resize((width, height)).save(path)
-    return path.name
-
-
-def _resized(image: Image.Image, size: tuple[int, int], path: Path) -> str:
-    image.resize(size).save(path)
-    return path.name
-
-
-def _text(draw: random.Random) -> str:
-    """6-110 words of the standard library's source, as questions and documents mix."""
-    words = Path(os.__file__).read_text(encoding="utf-8", errors="ignore").split()
-    count, start = draw.randint(6, 110), draw.randint(0, len(words) - 300)
-    return " ".join(words[start : start + count])
-
-
 def tiles(model: str) -> dict[str, bool]:
     """The setting by which the checkpoint's processor cuts pictures into tiles.
 
@@ -170,7 +124,7 @@ def compare(
     *,
     systems: Seq[str] = ("mmprefill", "transformers"),
     variants: Seq[str] = ("a", "b", "c"),
-    requests: int = 32,
+    requests: int = REQUESTS,
     repeats: int = 3,
     dtype: str = "bf16",
     threads: int = 2,
@@ -187,8 +141,8 @@ def compare(
     settings = json.dumps(tiles(model) if split else {})
     here = [sys.executable, "-m", "mmprefill.bench_worker"]
     starts = [(name, [*here, name, model]) for name in systems]
-    peer = Path(__file__).with_name("bench_peer.py").read_text()  # as text: beside the file lies our own types.py
-    starts += [(each.name, [each.python, "-c", peer, each.name, each.model or model]) for each in against]
+    script = Path(__file__).with_name("bench_peer.py").read_text()  # as text: beside the file lies our own types.py
+    starts += [(each.name, [each.python, "-c", script, each.name, each.model or model]) for each in against]
     for variant in variants:
         rest = [str(each) for each in (workload, variant, requests, dtype, threads, settings)]
         with ExitStack() as stack:
@@ -239,8 +193,9 @@ class _Worker:
         self.work = last.get("work", 0.0)
         middle = statistics.median(seconds)
         return Measured(
-            system, variant, round(tokens / middle, 1), round(requests / middle, 3), round(last["first_token_s"], 4),
-            int(last["peak_rss_mb"]), round(statistics.median(self.rates)), tuple(round(s, 3) for s in seconds),
+            system, variant, tokens_per_s=round(tokens / middle, 1), requests_per_s=round(requests / middle, 3),
+            first_token_s=round(last["first_token_s"], 4), peak_rss_mb=int(last["peak_rss_mb"]),
+            gflops=round(statistics.median(self.rates)), seconds=tuple(round(s, 3) for s in seconds),
             stages=last.get("stages", {}), kinds=last.get("kinds", {}), tokens=tokens,
         )  # fmt: skip
 

@@ -82,9 +82,8 @@ class AsyncPrefiller:
         self._thread.start()
         self._dropped = weakref.finalize(self, _wind_up, self._loop, self._driver)
         self._dropped.atexit = False
-        atexit.register(
-            _close, weakref.ref(self)
-        )  # for those who forget: else the interpreter ends around a running loop
+        # For those who forget: else the interpreter ends around a running loop.
+        atexit.register(_close, weakref.ref(self))
 
     @classmethod
     def from_pretrained(
@@ -186,14 +185,14 @@ class AsyncPrefiller:
         good = [each for each in outcomes if isinstance(each, PrefillResult)]
         plan = self.session.route.plan
         if plan is None:
-            texts = iter([each.generate(max_new_tokens) for each in good])
+            answers = iter([each.generate(max_new_tokens) for each in good])
         else:
             starts = [(each.emitted, each.next_token_logits, each.next_position) for each in good]
             ids = self.session.lane.call(
                 decode.generate_greedily, self.family, plan, starts, max_new_tokens, self.session.stop_ids
             )
-            texts = iter([Generation(tuple(each), self.session.text(each)) for each in ids])
-        return [next(texts) if isinstance(each, PrefillResult) else each for each in outcomes]
+            answers = iter([Generation(tuple(each), self.session.text(each)) for each in ids])
+        return [next(answers) if isinstance(each, PrefillResult) else each for each in outcomes]
 
     def score_results(self, outcomes: Seq[Outcome], choices: Seq[str]) -> list[list[Choice] | BaseException]:
         """Score choices after results together; exceptions among them stay where they are. Blocks."""

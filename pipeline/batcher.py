@@ -55,6 +55,7 @@ class Job:
             where somebody waits for it alone.
         chunk: most tokens of it in a step, where it has a bound of its own.
         legal_end: where a chunk may end; never inside a two-way span.
+        number: in the order in which jobs were made; decides where the order does not.
     """
 
     tokens: int
@@ -242,7 +243,7 @@ class Batcher:
         return Encode(tuple(chosen)) if chosen else None
 
     def _gathering(self, step: Step | None, ranked: Iterable[Job]) -> Encode | None:
-        """Pictures to encode before a step that is far from full, if that pays."""
+        """Pictures to encode before a step that has room for the first one's job, if that pays."""
         encode = self._encode(ranked, self.patches(shared=True))
         if step is None or encode is None or step.tokens + encode.pictures[0][0].remaining > self.step_tokens:
             return None

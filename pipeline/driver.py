@@ -59,7 +59,7 @@ class Active:
 
 
 @dataclass(eq=False)
-class _Tower:
+class _Waiting:
     """A picture that waits for the tower, and the future of its output."""
 
     inputs: MediaInputs
@@ -91,7 +91,7 @@ class Driver:
         self._trace, self._observer = trace, observer
         self._shared = lanes.vision is lanes.prefill
         self._active: dict[Job, Active] = {}
-        self._tower: dict[Picture, _Tower] = {}
+        self._tower: dict[Picture, _Waiting] = {}
         self._moving: set[Active] = set()
         self._wake = asyncio.Event()
         self._loops: list[asyncio.Task[None]] = []
@@ -140,7 +140,7 @@ class Driver:
         """The feature output of one item, when the batcher's turn comes to it."""
         self._check()
         job, picture = active.job, Picture(inputs.patches, inputs.shape_key)
-        waiting = _Tower(inputs, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(inputs, asyncio.get_running_loop().create_future())
         self._tower[picture] = waiting
         job.pictures.append(picture)
         self.wake()
@@ -216,11 +216,11 @@ class Driver:
         choices: list[Callable[[float], Work | None]] = (
             [self.batcher.next_work] if self._shared else [self.batcher.next_encode, self.batcher.next_step]
         )
-        self._loops = [asyncio.create_task(self._drive(choose, hold=self._shared)) for choose in choices]
+        self._loops = [asyncio.create_task(self._drive(choose)) for choose in choices]
 
-    async def _drive(self, choose: Callable[[float], Work | None], *, hold: bool) -> None:
+    async def _drive(self, choose: Callable[[float], Work | None]) -> None:
         def chosen() -> Work | None:
-            return None if hold and self._moving else choose(time.perf_counter())
+            return None if self._shared and self._moving else choose(time.perf_counter())
 
         try:
             while True:
@@ -303,17 +303,17 @@ class Driver:
             return
         actives = [self._active[take.job] for take in takes]
         chunks = [Chunk(a.prefill, t.end) for a, t in zip(actives, takes, strict=True) if a.prefill is not None]
-        for take in takes:
-            take.job.running = True
-            self._active[take.job].moved.clear()
+        for active in actives:
+            active.job.running = True
+            active.moved.clear()
         tokens, started = sum(chunk.tokens for chunk in chunks), time.perf_counter()
         ids = [active.id for active in actives]
         run = self._trace.timed("decoder", "step", run_step, requests=ids, tokens=tokens)
         try:
             done = await self._lanes.prefill.run(run, self._family, self._plan, chunks)
         finally:
-            for active, take in zip(actives, takes, strict=True):
-                take.job.running = False
+            for active in actives:
+                active.job.running = False
                 active.moved.set()
         self.steps += 1
         seconds = time.perf_counter() - started

@@ -15,6 +15,8 @@ import torch
 
 from mmprefill import bench, bench_worker
 from mmprefill.bench import Measured, Peer
+from mmprefill.bench_workload import make_workload
+from mmprefill.cli import main
 
 
 def test_peers_are_named_with_their_interpreter():
@@ -45,7 +47,7 @@ def test_workers_count_work_and_time(tmp_path):
     """On a tiny checkpoint: both systems see the same tokens, work is counted, kinds of operation make up the whole."""
     sources = [tmp_path / "source.png"]
     checkpoints.picture(1, (320, 240)).save(sources[0])
-    bench.make_workload(tmp_path, sources, requests=2)
+    make_workload(tmp_path, sources, requests=2)
     rows, model = bench_worker.load_rows(tmp_path, "a", 2), str(checkpoints.cached("smolvlm"))
     with checkpoints.quiet():
         ours, more = bench_worker._mmprefill(model, "fp32", {})
@@ -55,6 +57,45 @@ def test_workers_count_work_and_time(tmp_path):
         told = more(rows)
     assert set(told["stages"]) >= {"intake", "vision", "prefill"}
     assert sum(told["kinds"].values()) == pytest.approx(1, abs=0.01)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """What each run of the command had to work on: variant -> texts. Nothing is measured."""
+    seen = []
+
+    def compare(_, workload, *, variants, requests, **__):
+        rows = json.loads((workload / "workload.json").read_text())
+        seen.append({variant: [row["text"] for row in rows[variant][:requests]] for variant in variants})
+        return [Measured("mmprefill", variant, 1, 1, 1, 1, 1, (1,)) for variant in variants]
+
+    monkeypatch.setattr(bench, "compare", compare)
+    return lambda *options: (main(["bench", "prefill", *options]), seen)
+
+
+def test_a_made_up_workload_is_as_large_as_asked(run):
+    """Every variant of it; fewer than usual are the first of the usual ones."""
+    for options in (["--requests", "40"], [], ["--requests", "8"]):
+        code, seen = run(*options)
+        assert code == 0
+    assert [{variant: len(texts) for variant, texts in each.items()} for each in seen] == [
+        dict.fromkeys("abc", count) for count in (40, 32, 8)
+    ]
+    assert seen[2]["a"] == seen[1]["a"][:8]
+
+
+def test_a_workload_with_too_few_requests_is_refused(run, tmp_path, capsys):
+    """With how many there are; what it has is run where no number is asked for."""
+    checkpoints.picture(1, (320, 240)).save(tmp_path / "source.png")
+    folder = str(make_workload(tmp_path, [tmp_path / "source.png"], requests=3))
+    assert run("--workload", folder, "--requests", "4")[0] == 2
+    assert f"--workload {folder}: variant 'a' has 3 requests, fewer than the 4 asked for" in capsys.readouterr().err
+    for options in ([], ["--requests", "3"]):
+        code, seen = run("--workload", folder, *options)
+        assert (code, [*map(len, seen.pop().values())]) == (0, [3, 3, 3])
+    (tmp_path / "workload.json").write_text('{"a": [{"image": null, "text": "hello"}]}')
+    assert run("--workload", folder)[0] == 2
+    assert "variant 'b' has 0 requests, fewer than the 1 asked for" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -71,7 +112,7 @@ def whole(tmp_path):
 def test_split_cuts_pictures_for_every_system(whole, tmp_path):
     """Both see the same tokens, more of them than with pictures that are left whole."""
     checkpoints.picture(1, (320, 240)).save(tmp_path / "source.png")
-    bench.make_workload(tmp_path, [tmp_path / "source.png"], requests=2)
+    make_workload(tmp_path, [tmp_path / "source.png"], requests=2)
     rows, tokens = bench_worker.load_rows(tmp_path, "a", 2), []
     with checkpoints.quiet():
         for settings in ({}, bench.tiles(whole)):
@@ -85,7 +126,7 @@ def test_split_cuts_pictures_for_every_system(whole, tmp_path):
 def test_split_reaches_the_processes(whole, tmp_path):
     """Each counts as many tokens as with the setting in this process, more than without it; rows and table say so."""
     checkpoints.picture(1, (320, 240)).save(tmp_path / "source.png")
-    bench.make_workload(tmp_path, [tmp_path / "source.png"], requests=1)
+    make_workload(tmp_path, [tmp_path / "source.png"], requests=1)
     rows = bench_worker.load_rows(tmp_path, "a", 1)
     asked = {"variants": ["a"], "requests": 1, "repeats": 1, "dtype": "fp32", "threads": 1}
     with checkpoints.quiet():
