@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +31,7 @@ from mmprefill.pipeline.prefill import Prefill
 from mmprefill.pipeline.prefix import adopt
 from mmprefill.pipeline.reuse import Plan, Stores
 from mmprefill.results import PrefillResult, Progress, Session
+from mmprefill.room import Room
 from mmprefill.streams import Encoded, Lanes, keep_to_one_core
 from mmprefill.trace import Recorder
 from mmprefill.types import Prepared, Request, Reuse
@@ -199,7 +199,7 @@ class Flow:
 
     def _tidy(self, made: int) -> None:
         """On a host thread, since it takes milliseconds: what was thrown away lies between what is kept, in every heap."""
-        self._made += made
+        self._made += made  # by several threads: a lost sum only puts it off
         if self._made >= TIDY:
             self._made = 0
             memory.give_back()
@@ -343,63 +343,6 @@ class Clock:
         now = time.perf_counter()
         self.laps[stage] = self.laps.get(stage, 0.0) + now - self._last
         self._last = now
-
-
-class Room:
-    """What the tensors of requests with pictures may take between intake and merge; what several of them show counts once.
-
-    Args:
-        limit: bytes, beyond which nobody enters.
-        doors: how many may be in the intake, where nobody knows yet what they will take: decoding and resizing hold
-            several times that. One at a time once an eighth of the limit is held: then nobody waits for the intake.
-    """
-
-    def __init__(self, limit: float, doors: int) -> None:
-        self.limit, self.held, self.inside = limit, 0, 0
-        self._users: Counter[tuple[int, int]] = Counter()  # of a tensor, by address and size
-        self._doors, self._left = asyncio.Semaphore(doors), asyncio.Event()
-
-    @asynccontextmanager
-    async def entrance(self) -> AsyncIterator[None]:
-        """Wait for a door, then for room."""
-        async with self._doors:
-            while self.held >= (self.limit / 8 if self.inside else self.limit):
-                self._left.clear()
-                await self._left.wait()
-            self.inside += 1
-            try:
-                yield
-            finally:
-                self.inside -= 1
-                self._left.set()
-
-    def take(self, prepared: Prepared) -> None:
-        """Count a request's tensors."""
-        for tensor in prepared.inputs.values():
-            self._users[_place(tensor)] += 1
-            self.held += tensor.nbytes * (self._users[_place(tensor)] == 1)
-
-    def drop_pixels(self, prepared: Prepared) -> None:
-        """The embeddings are made: nothing looks at the pixels any more."""
-        for name in [name for name in prepared.inputs if name.startswith("pixel_")]:
-            self._drop(prepared.inputs.pop(name))
-        self._left.set()
-
-    def leave(self, prepared: Prepared) -> None:
-        """They are not needed any more."""
-        for tensor in prepared.inputs.values():
-            self._drop(tensor)
-        self._left.set()
-
-    def _drop(self, tensor: Tensor) -> None:
-        self._users[_place(tensor)] -= 1
-        if not self._users[_place(tensor)]:
-            del self._users[_place(tensor)]
-            self.held -= tensor.nbytes
-
-
-def _place(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.nbytes
 
 
 def _size(prepared: Prepared) -> int:

@@ -19,6 +19,7 @@ from mmprefill.errors import EngineClosedError, MediaError, PromptTooLongError, 
 from mmprefill.metrics import Observer
 from mmprefill.pipeline.driver import Driver
 from mmprefill.results import PrefillResult, unwrap
+from mmprefill.room import Room
 from mmprefill.types import Prepared
 
 
@@ -247,7 +248,7 @@ def test_two_pictures_are_in_the_intake_only_while_none_waits():
     """Each takes several times its tensors there; with enough of them ahead of the tower a second gains nobody time."""
 
     async def run():
-        room, inside, most = flow.Room(limit=8000, doors=2), [], []
+        room, inside, most = Room(limit=8000, doors=2), [], []
 
         async def enter(name):
             async with room.entrance():

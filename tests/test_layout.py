@@ -23,7 +23,7 @@ LAYERS = (  # a module imports from its own layer and those before it
     {"encoders"},
     {"pipeline"},
     {"results", "scoring"},
-    {"engine", "flow"},
+    {"engine", "flow", "room"},
     {"prefiller"},
 )
 FACE = len(LAYERS)  # whatever is not named above is for people: commands, jobs, reports
