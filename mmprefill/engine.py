@@ -10,7 +10,6 @@ import asyncio
 import atexit
 import threading
 import weakref
-from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Coroutine, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
@@ -118,20 +117,34 @@ class AsyncPrefiller:
     async def stream(self, requests: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Outcome]:
         """Results in the order of the requests, which are drawn while earlier ones run; a failed one is its exception.
 
-        Steps are as full as can be: whoever waits for one result soonest takes `prefill`.
+        Steps are as full as can be: whoever waits for one result soonest takes `prefill`. An async iterator may take its
+        time, or wait for earlier results: they come out meanwhile.
         """
-        waiting: deque[Future[PrefillResult]] = deque()
-        call = object()
+        drawn: asyncio.Queue[Future[PrefillResult] | None] = asyncio.Queue()
+        more, call = asyncio.Semaphore(self.config.max_waiting - 1), object()
+
+        async def draw() -> None:
+            try:
+                async for request in _drawn(several(requests)):
+                    drawn.put_nowait(self.start(request, call))
+                    await asyncio.sleep(0)  # results come out between two requests of an iterator that does not await
+                    await more.acquire()
+            finally:
+                drawn.put_nowait(None)
+
+        drawing = asyncio.create_task(draw())
         try:
-            async for request in _drawn(several(requests)):
-                waiting.append(self.start(request, call))
-                while waiting and (waiting[0].done() or len(waiting) >= self.config.max_waiting):
-                    yield await _outcome(waiting.popleft())
-            while waiting:
-                yield await _outcome(waiting.popleft())
+            while (future := await drawn.get()) is not None:
+                yield await _outcome(future)
+                del future  # no result is held while the next one is waited for
+                more.release()
+            await drawing  # raises what the iterator raised
         finally:
-            for future in waiting:
-                future.cancel()
+            drawing.cancel()
+            while not drawn.empty():
+                if future := drawn.get_nowait():
+                    future.cancel()
+            await asyncio.gather(drawing, return_exceptions=True)
 
     async def watch(self, prompt: Any, **fields: Any) -> AsyncIterator[Progress | PrefillResult]:
         """Progress after each chunk of one request, its KV usable as it grows; the result comes last."""

@@ -141,6 +141,52 @@ def test_stream_keeps_order_and_draws_lazily(prefiller):
     assert [unwrap(outcome).id for outcome in prefiller.stream(requests)] == [str(i) for i in range(20)]
 
 
+@pytest.mark.parametrize("settings", [{}, {"max_waiting": 1}])
+def test_an_iterator_may_wait_for_earlier_results(settings):
+    """A dialogue: what is asked next depends on what came out, so nothing may wait for the next request to be drawn."""
+    heard = []
+
+    async def talk():
+        async with engines.open_engine("smolvlm", **settings) as engine:
+            answered = asyncio.Event()
+
+            async def turns():
+                for i in range(3):
+                    yield Request(prompt=f"turn {i}", id=str(i))
+                    await answered.wait()
+                    answered.clear()
+                raise LookupError("nothing more to say")
+
+            async for outcome in engine.stream(turns()):
+                heard.append(unwrap(outcome).id)
+                answered.set()
+
+    with pytest.raises(LookupError):
+        asyncio.run(asyncio.wait_for(talk(), 30))
+    assert heard == ["0", "1", "2"]
+
+
+def test_leaving_an_awaited_stream_ends_its_iterator():
+    """Where it pauses."""
+    left = []
+
+    async def pausing():
+        try:
+            yield "a request"
+            await asyncio.sleep(60)
+        finally:
+            left.append("pausing")
+
+    async def leave():
+        async with engines.open_engine("smolvlm") as engine:
+            results = engine.stream(pausing())
+            assert isinstance(await anext(results), PrefillResult)
+            await results.aclose()
+            assert left == ["pausing"]
+
+    asyncio.run(asyncio.wait_for(leave(), 30))
+
+
 def test_cancelling_leaves_nothing_behind(prefiller):
     """A caller that leaves takes its request out of every queue."""
     engine = prefiller._engine
