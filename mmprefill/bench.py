@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mmprefill.errors import MMPrefillError
+
 PEERS = ("vllm", "openvino")
 VARIANTS = {"a": "different pictures", "b": "4 pictures x 8 questions", "c": "text only"}
 SPLITTING = "do_image_splitting"
@@ -208,7 +210,7 @@ class _Worker:
             if line.startswith("{"):
                 answer: dict[str, Any] = json.loads(line)
                 return answer
-        raise RuntimeError(f"a benchmark process died with exit code {self._process.wait()}")
+        raise MMPrefillError(f"a benchmark process died with exit code {self._process.wait()}; what it said is above")
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from mmprefill import bench, bench_worker
 from mmprefill.bench import Measured, Peer
 from mmprefill.bench_workload import make_workload
 from mmprefill.cli import main
+from mmprefill.errors import MMPrefillError
 
 
 def test_peers_are_named_with_their_interpreter():
@@ -210,5 +211,5 @@ def test_a_worker_leaves_nothing_open():
     assert process.stdin.closed
     assert process.stdout.closed
     died = [sys.executable, "-S", "-c", "raise SystemExit(3)"]
-    with pytest.raises(RuntimeError, match="exit code 3"), bench._worker(died, 1):
+    with pytest.raises(MMPrefillError, match="exit code 3"), bench._worker(died, 1):
         pass
