@@ -1,5 +1,6 @@
 """Every test starts from, and leaves behind, the same process: no network, one torch thread, no global changed."""
 
+import gc
 import os
 import tempfile
 
@@ -16,6 +17,12 @@ from PIL import Image, ImageFile
 
 def pytest_configure():
     torch.set_num_threads(1)  # tiny models: a second thread costs more than it does, and tests stay reproducible
+    gc.disable()  # what imports make stays
+
+
+def pytest_collection_finish():
+    gc.freeze()  # hundreds of thousands of objects that no collection has to look at again
+    gc.enable()
 
 
 def process_globals():

@@ -1,10 +1,11 @@
 """The benchmark's own parts: peers are named rightly, tables say what was measured, work is counted."""
 
+import io
 import json
 import shutil
 import sys
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -123,9 +124,27 @@ def test_split_cuts_pictures_for_every_system(whole, tmp_path):
     assert tokens[0] == tokens[1] < tokens[2] == tokens[3]
 
 
+@contextmanager
+def in_this_process(command, _):
+    """A worker of what it would be started with, and with the orders of one repeat given beforehand."""
+    said, orders = io.StringIO(), "run\n" * 3 if bench.RATE in command else "run\nquit\n"
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said):
+        patch.setattr(sys, "stdin", io.StringIO(orders))
+        bench_worker.main(*command[3:])
+    yield bench._Worker(SimpleNamespace(stdin=io.StringIO(), stdout=iter(said.getvalue().splitlines())))
+
+
 @pytest.mark.timeout(300)
-def test_split_reaches_the_processes(whole, tmp_path):
-    """Each counts as many tokens as with the setting in this process, more than without it; rows and table say so."""
+def test_split_reaches_the_processes(whole, tmp_path, monkeypatch):
+    """Each counts as many tokens as with the setting in this process, more than without it; rows and table say so.
+
+    One of them is a process: starting one takes longer than all that is asked of it.
+    """
+    process = bench._worker
+    monkeypatch.setattr(
+        bench, "_worker", lambda command, n: (process if "transformers" in command else in_this_process)(command, n)
+    )
+    monkeypatch.setattr(bench_worker, "gemm_gflops", lambda *_: 1.0)
     checkpoints.picture(1, (320, 240)).save(tmp_path / "source.png")
     make_workload(tmp_path, [tmp_path / "source.png"], requests=1)
     rows = bench_worker.load_rows(tmp_path, "a", 1)

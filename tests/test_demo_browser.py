@@ -1,5 +1,6 @@
 """The demo in a real browser: what a user does, and what they see. No test depends on a right answer."""
 
+import importlib.util
 import itertools
 import socket
 import subprocess
@@ -15,8 +16,6 @@ import checkpoints
 import pytest
 from PIL import Image
 
-pytest.importorskip("gradio")
-
 from mmprefill import demo
 from mmprefill.demo_chat import OURS, STOPPED, Chat
 from mmprefill.demo_limits import Limits
@@ -24,7 +23,12 @@ from mmprefill.encoders import vision
 from mmprefill.engine import AsyncPrefiller
 from mmprefill.pipeline.onward import Onward
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+    # Not importorskip: that would import it, which takes seconds, wherever tests are collected.
+    pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="no gradio"),
+]
 CONTRAST = Path(__file__).with_name("contrast.js").read_text(encoding="utf-8")
 LIMITS = Limits(upload_bytes=2 * 2**20, picture_bytes=2**20)
 

@@ -1,18 +1,21 @@
 """Charts of what ran and of what a plan says: files that open, and mistakes told before anything runs."""
 
+import importlib.util
 import json
 
 import checkpoints
 import pytest
 from PIL import Image
 
+from mmprefill import plots
 from mmprefill.bench import Measured
 from mmprefill.cli import main
+from mmprefill.pipeline import calibrate
+from mmprefill.pipeline.costs import Costs, Curve
 from mmprefill.trace import Bar
 
-pytest.importorskip("matplotlib")
-
-from mmprefill import plots
+# Not importorskip: that would import it wherever tests are collected.
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="no matplotlib")
 
 
 @pytest.fixture
@@ -38,8 +41,10 @@ def test_run_draws_its_timeline(capsys, smol, tmp_path, name):
         assert "<script" not in page
 
 
-def test_plan_draws_memory_and_speed(capsys, smol, tmp_path):
+def test_plan_draws_memory_and_speed(capsys, smol, tmp_path, monkeypatch):
     """The chart and the JSON come from the same numbers."""
+    costs = Costs(Curve.line(0.03, 0.00045), Curve.line(0.01, 0.00026))
+    monkeypatch.setattr(calibrate, "costs_of", lambda *_, **__: costs)
     arguments = ["plan", smol, "--device-memory", "1GiB", "--json", "--plot", str(tmp_path / "p.html")]
     assert main(arguments) == 0
     budgets = json.loads(capsys.readouterr().out)["budgets"]

@@ -10,7 +10,7 @@ import checkpoints
 import pytest
 import tomllib
 
-from mmprefill import cli, demo
+from mmprefill import cli, demo, verify
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -49,8 +49,10 @@ def test_make_targets(target):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands(folder, command, monkeypatch, capsys):
-    """With a tiny checkpoint in the place of MODEL. The page of `demo` itself has tests of its own."""
-    shown = []
+    """With a tiny checkpoint in the place of MODEL, and two requests where all are compared; both are tested elsewhere,
+    as is the page of `demo`."""
+    shown, sample = [], verify.sample_requests
+    monkeypatch.setattr(verify, "sample_requests", lambda *a: sample(*a)[1:3])
     monkeypatch.setattr(demo, "run", lambda open_engine, **_: shown.append(open_engine) or 0)
     if command.startswith("mmprefill kv "):
         first = next(line for line in COMMANDS if "--emit" in line and "kv" in line)

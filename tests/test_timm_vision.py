@@ -73,8 +73,7 @@ def assembled(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
-@pytest.mark.parametrize("vision", TOWERS)
+@pytest.mark.parametrize(("vision", "language"), [*((each, "llama") for each in TOWERS), (next(iter(TOWERS)), "qwen2")])
 @torch.inference_mode()
 def test_plain_transformers_loads_it_and_prefill_equals_it(assembled, vision, language):
     folder = assembled(vision, language)
