@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -278,7 +278,8 @@ class Flow:
         done = active.prefill
         assert done is not None
         self.stores.finish(plan, done)
-        self._host.submit(self._tidy, done.kv.nbytes)
+        with suppress(RuntimeError):  # the interpreter ends around the last request: nobody needs the memory
+            self._host.submit(self._tidy, done.kv.nbytes)
         hidden = {layer: torch.cat(parts) for layer, parts in done.hidden.items()}
         sequence = done.sequence
         return self._result(

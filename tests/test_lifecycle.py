@@ -367,6 +367,22 @@ def test_a_forgotten_engine_does_not_keep_the_interpreter():
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
+def test_a_request_under_way_when_the_main_thread_ends():
+    """Another thread that waits for its last step still gets the result."""
+    script = (
+        "import threading, time\n"
+        "from mmprefill import Prefiller\n"
+        "from mmprefill.pipeline import driver\n"
+        "step, begun = driver.run_step, threading.Event()\n"
+        "driver.run_step = lambda *inputs: begun.set() or time.sleep(1) or step(*inputs)\n"
+        f"prefiller = Prefiller.from_pretrained({str(checkpoints.cached('smolvlm'))!r})\n"
+        "threading.Thread(target=lambda: print(len(prefiller.prefill('x').token_ids) > 0)).start()\n"
+        "begun.wait()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
 class Held:
     """A function of the pipeline that waits, from its first call on, until it is let go."""
 
