@@ -41,6 +41,7 @@ STEP_TOKENS = 1024  # where nothing was measured
 # Bytes between intake and merge, beyond which no further pictures are taken in: where the tower shares its lane it takes
 # a few dozen times as long as the intake, and a few calls ahead of it are plenty.
 SHARED_PIXELS, OWN_PIXELS = 16 * 2**20, 256 * 2**20
+PLENTY = 2 * 2**20  # bytes of them, from which on one picture at a time is enough where the tower shares its lane
 TIDY = 2 * 2**20  # bytes of pixels and KV, after which what was thrown away on the way to them goes back to the system
 IN_TURN = ("text_first", "first_come")  # policies that let pictures through in the order in which they come
 
@@ -77,8 +78,9 @@ class Flow:
         self._made = 0  # bytes of tensors by intake and decoder, since memory was last given back
         self._text_stands_alone: bool | None = None  # learnt from the first request with media
         self._door = asyncio.Semaphore(config.max_waiting)
-        pixels = SHARED_PIXELS if lanes.vision is lanes.prefill else OWN_PIXELS
-        self._room = Room(pixels if config.policy in IN_TURN else math.inf, config.intake_threads)
+        pixels, plenty = (SHARED_PIXELS, PLENTY) if lanes.vision is lanes.prefill else (OWN_PIXELS, math.inf)
+        in_turn = config.policy in IN_TURN
+        self._room = Room(pixels if in_turn else math.inf, config.intake_threads, plenty if in_turn else math.inf)
         rate = config.admission_rate
         self._rate = Throttler(rate_limit=1, period=1 / rate) if rate else None
 
@@ -278,8 +280,9 @@ class Flow:
         done = active.prefill
         assert done is not None
         self.stores.finish(plan, done)
-        with suppress(RuntimeError):  # the interpreter ends around the last request: nobody needs the memory
-            self._host.submit(self._tidy, done.kv.nbytes)
+        if self._family.device.type == "cpu":
+            with suppress(RuntimeError):  # the interpreter ends around the last request: nobody needs the memory
+                self._host.submit(self._tidy, done.kv.nbytes)
         hidden = {layer: torch.cat(parts) for layer, parts in done.hidden.items()}
         sequence = done.sequence
         return self._result(

@@ -18,11 +18,12 @@ class Room:
     Args:
         limit: bytes, beyond which nobody enters.
         doors: how many may be in the intake, where nobody knows yet what they will take: decoding and resizing hold
-            several times that. One at a time once an eighth of the limit is held: then nobody waits for the intake.
+            several times that.
+        plenty: bytes, from which on one at a time is enough: what is held keeps the tower busy for longer.
     """
 
-    def __init__(self, limit: float, doors: int) -> None:
-        self.limit, self.held, self.inside = limit, 0, 0
+    def __init__(self, limit: float, doors: int, plenty: float) -> None:
+        self.limit, self.plenty, self.held, self.inside = limit, plenty, 0, 0
         self._users: Counter[tuple[int, int]] = Counter()  # of a tensor, by address and size
         self._doors, self._left = asyncio.Semaphore(doors), asyncio.Event()
 
@@ -30,7 +31,7 @@ class Room:
     async def entrance(self) -> AsyncIterator[None]:
         """Wait for a door, then for room."""
         async with self._doors:
-            while self.held >= (self.limit / 8 if self.inside else self.limit):
+            while self.held >= (min(self.plenty, self.limit) if self.inside else self.limit):
                 self._left.clear()
                 await self._left.wait()
             self.inside += 1
@@ -43,8 +44,9 @@ class Room:
     def take(self, prepared: Prepared) -> None:
         """Count a request's tensors."""
         for tensor in prepared.inputs.values():
-            self._users[_place(tensor)] += 1
-            if self._users[_place(tensor)] == 1:
+            place = _place(tensor)
+            self._users[place] += 1
+            if self._users[place] == 1:
                 self.held += tensor.nbytes
 
     def drop_pixels(self, prepared: Prepared) -> None:
@@ -60,9 +62,10 @@ class Room:
         self._left.set()
 
     def _drop(self, tensor: Tensor) -> None:
-        self._users[_place(tensor)] -= 1
-        if not self._users[_place(tensor)]:
-            del self._users[_place(tensor)]
+        place = _place(tensor)
+        self._users[place] -= 1
+        if not self._users[place]:
+            del self._users[place]
             self.held -= tensor.nbytes
 
 

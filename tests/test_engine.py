@@ -294,7 +294,7 @@ def test_two_pictures_are_in_the_intake_only_while_none_waits():
     """Each takes several times its tensors there; with enough of them ahead of the tower a second gains nobody time."""
 
     async def run():
-        room, inside, most = Room(limit=8000, doors=2), [], []
+        room, inside, most = Room(limit=8000, doors=2, plenty=1000), [], []
 
         async def enter(name):
             async with room.entrance():
