@@ -13,6 +13,8 @@ from mmprefill.media import load_picture
 from mmprefill.results import unwrap
 
 PHOTOS = sorted((Path(__file__).resolve().parent.parent / "samples/photos").glob("*.jpg"))
+FIRST = ("smolvlm", "qwen3_vl", "gemma3")
+FEW = ("rocket", "cat_sideways", "photographer")  # wide and in colour, on its side, grey
 QUESTION = "What is in this picture?"
 
 
@@ -35,11 +37,13 @@ def test_the_photographs_cover_what_cameras_write():
 
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)
 def test_photographs_equal_plain_transformers(family):
-    """All photographs in one batch: the next-token logits are those of a single forward each."""
+    """Several in one batch, of one family of each kind all: the next-token logits are those of a single forward each."""
+    photos = [photo for photo in PHOTOS if family in FIRST or photo.stem in FEW]
     prefiller, (plain, processor) = engines.cold(family), engines.plain(family)
     assert prefiller.session.route.packed
-    outcomes = prefiller.prefill_many({"prompt": QUESTION, "images": [photo]} for photo in PHOTOS)
-    for photo, result in zip(PHOTOS, map(unwrap, outcomes), strict=True):
+    outcomes = prefiller.prefill_many({"prompt": QUESTION, "images": [photo]} for photo in photos)
+    assert len(photos) >= 3
+    for photo, result in zip(photos, map(unwrap, outcomes), strict=True):
         inputs = checkpoints.inputs_for(processor, [decoded(photo).to_pil(), QUESTION])
         assert result.token_ids.tolist() == inputs["input_ids"][0].tolist()
         with torch.inference_mode():
