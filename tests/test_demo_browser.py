@@ -107,6 +107,7 @@ def test_a_picture(user, picture):
     """An answer comes, and the panel says what was done for it: tokens, KV bytes, lanes, reuse, candidates."""
     user.ask("What is this?", picture())
     assert user.answer()
+    user.panel.get_by_text("image 49").wait_for()
     shown = user.panel.inner_text()
     for part in ("image 49", "KiB", "no earlier prompt begins the same", "probability"):
         assert part in shown
@@ -119,7 +120,7 @@ def test_a_picture(user, picture):
 def test_two_pictures(user, picture):
     user.ask("Which one is larger?", picture(1, "a.png"), picture(2, "b.png"))
     assert user.answer()
-    assert "image 98" in user.panel.inner_text()
+    user.panel.get_by_text("image 98").wait_for()
     assert user.page.locator("#chat img").count() == 2
 
 
@@ -154,7 +155,7 @@ def test_files_that_are_no_pictures(user, tmp_path, picture):
     assert "pixels" in user.answer(2)
     user.ask("Then this?", picture())
     assert user.answer(3)
-    assert "image 49" in user.panel.inner_text()
+    user.panel.get_by_text("image 49").wait_for()
     for secret in (str(tmp_path), "/tmp", "Traceback"):
         assert secret not in user.page.locator("body").inner_text()
 
@@ -276,7 +277,7 @@ def test_going_on_from_a_kv_file(users, picture, tmp_path):
     assert other.answer(2) == answer
     other.ask("And what else can you see?")
     assert other.answer(3)
-    assert "the KV file" in other.panel.inner_text()
+    other.panel.get_by_text("the KV file").first.wait_for()
     other.ask("With a picture?", picture(6))
     other.page.get_by_text("takes text only").wait_for()
     file.write_bytes(b"no tensors at all")
