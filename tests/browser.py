@@ -86,10 +86,14 @@ class User:
         self.box.press("Enter")
 
     def answer(self, number=1):
-        """The text of the n-th message of the assistant, once all work has ended."""
+        """The text of the n-th message of the assistant, once all work has ended.
+
+        The box was emptied, and got its stop button, when the work began: chat and box are not drawn at the same time.
+        """
         self.page.wait_for_function(
             """number => { const all = [...document.querySelectorAll('#chat [data-testid=bot]')];
             return all.length >= number && !all[number - 1].innerText.trim().match(/^…?$/)
+                && !document.querySelector('#box textarea').value
                 && document.querySelector('#box [data-testid=submit-button]'); }""",
             arg=number,
         )
