@@ -19,7 +19,10 @@ def check(folder: Path, variants: Seq[str], requests: int | None) -> None:
     file = folder / "workload.json"
     if not file.is_file():
         raise ValueError(f"--workload {folder}: no workload.json in it; without the option one is made up")
-    rows, least = json.loads(file.read_text()), requests or 1
+    try:
+        rows, least = json.loads(file.read_text(encoding="utf-8")), requests or 1
+    except ValueError as error:
+        raise ValueError(f"--workload {file}: no JSON: {error}") from error
     for variant in variants:
         found = len(rows.get(variant, ()))
         if found < least:

@@ -98,6 +98,9 @@ def test_a_workload_with_too_few_requests_is_refused(run, tmp_path, capsys):
     (tmp_path / "workload.json").write_text('{"a": [{"image": null, "text": "hello"}]}')
     assert run("--workload", folder)[0] == 2
     assert "variant 'b' has 0 requests, fewer than the 1 asked for" in capsys.readouterr().err
+    (tmp_path / "workload.json").write_text("{")
+    assert run("--workload", folder)[0] == 2
+    assert "workload.json: no JSON" in capsys.readouterr().err
 
 
 @pytest.fixture
