@@ -89,8 +89,7 @@ class Prefiller:
         """Results in the order of the requests, which are drawn while earlier ones run; a failed one is its exception.
 
         Requests are drawn on the caller's thread, so that an iterator may take its time, or use this prefiller itself;
-        results come out between them.
-        Steps are as full as can be: whoever waits for one result soonest takes `prefill`.
+        results come out between them. Steps are as full as can be: whoever waits for one result soonest takes `prefill`.
         """
         waiting: deque[Future[PrefillResult]] = deque()
         call = object()

@@ -24,7 +24,7 @@ from mmprefill.pipeline.packed import PackedLinear
 from mmprefill.pipeline.tiled import TiledLinear
 
 # Weights in a layer below which the call itself is what takes the time; oneDNN's costs more than a kernel of ours, and what
-# small fp16 layers would gain (a third) is not worth that the bundled model then leaves verify's bounds by a hair.
+# small fp16 layers would gain (a quarter) is not worth that the bundled model then leaves verify's bounds by a hair.
 FEWEST, FEWEST_PACKED = 2**12, 2**16
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {wide: plain for plain, wide in widen.WIDENED.items()}
 _PLAIN[TiledLinear] = nn.Linear
