@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,13 +52,13 @@ class Family:
 
     def takes(self, medium: str) -> frozenset[str]:
         """Names of the tensors that a medium's feature function consumes."""
-        function = self.features.get(medium)
-        if function is None:
-            return frozenset()
-        names = inspect.signature(function).parameters.values()
-        return frozenset(p.name for p in names if p.kind is not p.VAR_KEYWORD and p.name != "self")
+        return self._taken.get(medium, frozenset())
 
-    @property
+    @cached_property
+    def _taken(self) -> dict[str, frozenset[str]]:
+        return {medium: _named(function) for medium, function in self.features.items()}
+
+    @cached_property
     def takes_encoded(self) -> bool:
         """Whether the composite forward accepts precomputed media (`mm_encoder_outputs`)."""
         return "mm_encoder_outputs" in inspect.signature(type(self.model).forward).parameters
@@ -73,6 +74,11 @@ class Family:
         """Device of the decoder's embeddings."""
         device: torch.device = self.model.get_input_embeddings().weight.device
         return device
+
+
+def _named(function: Callable[..., Any]) -> frozenset[str]:
+    names = inspect.signature(function).parameters.values()
+    return frozenset(p.name for p in names if p.kind is not p.VAR_KEYWORD and p.name != "self")
 
 
 def objection(model_class: type, kinds: Sequence[str]) -> str:
