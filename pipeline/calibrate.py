@@ -29,7 +29,7 @@ from mmprefill.encoders.families import Family
 from mmprefill.encoders.text import Intake
 from mmprefill.errors import RequestError
 from mmprefill.files import cache_folder
-from mmprefill.pipeline import generic, merge
+from mmprefill.pipeline import generic, head, merge
 from mmprefill.pipeline.costs import Costs, Curve
 from mmprefill.pipeline.kv_cache import LayerPlan, SequenceKV, StepCache
 from mmprefill.pipeline.prefill import _pieces, forward, text_arguments
@@ -258,7 +258,7 @@ def _request(bench: Bench) -> float:
     merged = merge.merge(bench.family, prepared, {})
     row = merged.embeds[:, -1:]
     return _seconds(lambda: merge.merge(bench.family, prepared, {})) + _seconds(
-        lambda: merge.logits_of(bench.family, row)
+        lambda: head.logits_of(bench.family, row)
     )
 
 

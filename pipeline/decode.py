@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from mmprefill.encoders.families import Family
+from mmprefill.pipeline.head import logits_of
 from mmprefill.pipeline.kv_cache import LayerPlan, SequenceKV, hand_over
-from mmprefill.pipeline.merge import logits_of, replaced
+from mmprefill.pipeline.merge import replaced
 from mmprefill.pipeline.prefill import hidden_after
 
 Emitted = Any  # SequenceKV on the packed path, a transformers Cache on the generic one

@@ -17,10 +17,10 @@ from transformers import DynamicCache
 
 from mmprefill.encoders.families import Family
 from mmprefill.pipeline import decode
+from mmprefill.pipeline.head import logits_of
 from mmprefill.pipeline.kv_cache import LayerPlan, SequenceKV, hand_over
 from mmprefill.pipeline.kv_file import NAMES
 from mmprefill.pipeline.manifest import Manifest
-from mmprefill.pipeline.merge import logits_of
 from mmprefill.pipeline.prefill import hidden_after
 
 _ROWS = {"keys": 1, "values": 1, "indexer_keys": 0}  # axes that count tokens; the manifest's own check covers those

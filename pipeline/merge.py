@@ -1,10 +1,9 @@
 """Text rows + media rows -> Sequence, by recording what the decoder would receive.
 
 No merge is written here per family: the composite model's own `forward` runs with its decoder replaced by a recorder,
-and the arguments that the decoder would have been called with are the sequence. The same trick backwards (a decoder that
-returns our hidden states) gives logits with whatever the model does between the two.
+and the arguments that the decoder would have been called with are the sequence.
 
-Both put an instance attribute on the model for the length of a call: only the lane that owns the model may do that.
+That puts an instance attribute on the model for the length of a call: only the lane that owns the model may do it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from mmprefill.encoders.families import Family
 from mmprefill.encoders.vision import placeholder_rows
@@ -128,8 +126,9 @@ def composite_inputs(family: Family, prepared: Prepared, encoded: Mapping[str, A
         check_rows(family, prepared, medium, output)
     gone = family.features if encoded is None else encoded
     pixels = {name for medium in gone for name in family.takes(medium) if not name.endswith("grid_thw")}
+    device = family.device
     # Grids stay: positions are computed from them.
-    inputs = {name: sent(tensor, family.device) for name, tensor in prepared.inputs.items() if name not in pixels}
+    inputs = {name: sent(tensor, device) for name, tensor in prepared.inputs.items() if name not in pixels}
     return {**inputs, "mm_encoder_outputs": dict(encoded)} if encoded else inputs
 
 
@@ -193,19 +192,3 @@ def looks_back_only(rule: MaskFunction, length: int, device: torch.device, tile:
         if bool((evaluate(rule, rows, index[None]) & (index[None] > rows)).any()):
             return False
     return True
-
-
-def logits_of(family: Family, hidden: Tensor) -> Tensor:
-    """Logits [1, n, V] in float32 for hidden states [1, n, D], through the composite model's own head."""
-    output = BaseModelOutputWithPast(last_hidden_state=hidden)
-    ids = torch.zeros(1, hidden.shape[1], dtype=torch.long, device=family.device)
-    ids += _plain_token(family)
-    with replaced(family.decoder, "forward", lambda *_, **__: output), masks("record"):
-        logits: Tensor = family.model(input_ids=ids, use_cache=False).logits
-    return logits.float()
-
-
-def _plain_token(family: Family) -> int:
-    """A token id that stands for no medium."""
-    taken = set(family.placeholders.values())
-    return next(i for i in range(len(taken) + 1) if i not in taken)

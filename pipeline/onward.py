@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mmprefill.encoders.families import Family
 from mmprefill.pipeline.decode import Emitted, fresh_cache, plain_logits
+from mmprefill.pipeline.head import logits_of
 from mmprefill.pipeline.kv_cache import LayerPlan, SequenceKV
-from mmprefill.pipeline.merge import logits_of
 from mmprefill.pipeline.prefill import hidden_after
 
 

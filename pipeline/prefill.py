@@ -19,8 +19,9 @@ from mmprefill.encoders.families import Family
 from mmprefill.pipeline import positions as pos
 from mmprefill.pipeline.attention import KEYWORD, masking, masks
 from mmprefill.pipeline.extras import pack_extras
+from mmprefill.pipeline.head import logits_of
 from mmprefill.pipeline.kv_cache import LayerPlan, Piece, SequenceKV, StepCache
-from mmprefill.pipeline.merge import decoder_arguments, extras_of, logits_of
+from mmprefill.pipeline.merge import decoder_arguments, extras_of
 from mmprefill.types import Request, Sequence
 
 
