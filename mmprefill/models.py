@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mmprefill.errors import ModelError, UnsupportedModelError
+from mmprefill.streams import on_a_passing_thread
 
 DTYPES: dict[str, Any] = {
     "auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
@@ -95,9 +96,10 @@ def load(
     _check_config(name, where)
     try:
         processor = AutoProcessor.from_pretrained(name, **where, **(processor_kwargs or {}))
-        model = AutoModelForImageTextToText.from_pretrained(
-            name, dtype=_dtype(dtype), use_safetensors=True, attn_implementation=None, **where
-        )
+        model = on_a_passing_thread(
+            AutoModelForImageTextToText.from_pretrained,
+            name, dtype=_dtype(dtype), use_safetensors=True, attn_implementation=None, **where,
+        )  # fmt: skip
     except (OSError, ValueError, TypeError, ImportError, StrictDataclassError) as error:
         raise ModelError(f"cannot load {name!r}: {_first_line(error)}") from error
     for option in ("min_pixels", "max_pixels"):  # the sizes hold them now; a tokenizer's options go to every call

@@ -111,7 +111,8 @@ class Lane:
 
     def _run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Encoded[T]:
         self._thread = threading.get_ident()
-        with self._lock, torch.no_grad(), torch.cuda.stream(self._stream):
+        on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with self._lock, torch.no_grad(), on_stream:
             value = function(*args, **kwargs)
             if self._stream is None:
                 return Encoded(value)
@@ -169,3 +170,21 @@ def keep_to_one_core() -> None:
         restore = threading.Thread(target=torch.set_num_threads, args=(count,))
         restore.start()
         restore.join()
+
+
+def on_a_passing_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a call on a thread that ends with it, and so does its OpenMP team.
+
+    Teams of two threads are more than there are cores: GNU's runtime then puts them to sleep after every operation, and a
+    lane's next one waits until its team is awake, a quarter of a short text's step.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(function(*args, **kwargs))
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="mmprefill-passing", daemon=True).start()  # daemon: Ctrl-C does not wait for it
+    return done.result()

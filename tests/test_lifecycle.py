@@ -12,13 +12,13 @@ import pytest
 import torch
 from engines import open_engine
 
-from mmprefill import AsyncPrefiller, Prefiller, Request
+from mmprefill import AsyncPrefiller, Prefiller, Request, models
 from mmprefill.encoders import vision
 from mmprefill.encoders.text import Intake
 from mmprefill.errors import DeadlineError, EngineClosedError, OutOfMemoryError, RequestError
 from mmprefill.pipeline import driver, merge, prefill
 from mmprefill.results import PrefillResult
-from mmprefill.streams import Encoded
+from mmprefill.streams import Encoded, on_a_passing_thread
 
 
 @pytest.fixture
@@ -475,3 +475,23 @@ def test_items_larger_than_every_budget(family):
         logits.append(torch.stack([outcome.next_token_logits for outcome in outcomes]))
         engine.close()
     assert (logits[0] - logits[1]).abs().max() <= 1e-4
+
+
+def test_loading_ends_with_its_thread(monkeypatch):
+    """The weights come by a thread of their own, and with it goes its OpenMP team; what it raises is raised here."""
+    kind, seen = models.AutoModelForImageTextToText, []
+    original = kind.from_pretrained
+
+    def watched(*args, **kwargs):
+        seen.append(threading.current_thread())
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(kind, "from_pretrained", watched)
+    with checkpoints.quiet():
+        models.load(checkpoints.cached("smolvlm"))
+    (thread,) = seen
+    thread.join(timeout=10)
+    assert thread is not threading.current_thread()
+    assert not thread.is_alive()
+    with pytest.raises(ZeroDivisionError):
+        on_a_passing_thread(divmod, 1, 0)
