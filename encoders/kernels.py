@@ -35,9 +35,18 @@ _AVX512 = ("-DLANES=16", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _AVX2 = ("-DLANES=8", "-mavx2")
 _PAIRS = ("-DPAIRS", "-mavx512bf16")
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bf16"}
+# What each function takes: addresses, whole numbers of 8 bytes, ints, floats.
+_A, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+TAKES = {
+    "attend": (_A, _N, _A, _I),
+    "attend_packed": (_A, _A, _A, _A, _A, _A, _A, _N, _A, _N, _I),
+    "normalise": (_A, _A, _A, _N, _N, _F, _I, _I),
+    "multiply": (_A, _A, _N, _N, _N, _I, _I),
+}
 _TIMEOUT = 120
 
 
+@cache
 def function(name: str, dtype: torch.dtype) -> Any:
     """The compiled function of that name for a dtype, or None."""
     suffix = _SUFFIXES.get(dtype)
@@ -113,7 +122,11 @@ def _opened(library: Path) -> ctypes.CDLL:
         status = path.stat()
         if status.st_uid != os.getuid() or status.st_mode & 0o022:
             raise PermissionError(f"{path} belongs to another user, or others may write to it")
-    return ctypes.CDLL(str(library))
+    opened = ctypes.CDLL(str(library))
+    for name, takes in TAKES.items():
+        for suffix in _SUFFIXES.values():
+            getattr(opened, f"{name}_{suffix}").argtypes = takes
+    return opened
 
 
 def _compile(command: Seq[str], library: Path) -> None:

@@ -24,7 +24,7 @@ class FusedMlp:
 
     def __init__(self, mlp: nn.Module, names: Seq[str], known: Activation) -> None:
         self.mlp, self.names, self.activation = mlp, names, known
-        self.parts = list(mlp.children())
+        self.parts = list(mlp._modules.values())
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """What the stock forward takes."""
@@ -36,7 +36,8 @@ class FusedMlp:
     def _unchanged(self, last: nn.Linear) -> bool:
         """Also in evaluation mode: dropout may be one of the parts."""
         skipped = (part for part in self.parts if part is not last)
-        return list(self.mlp.children()) == self.parts and not any(part.training or hooked(part) for part in skipped)
+        same = list(self.mlp._modules.values()) == self.parts
+        return same and not any(part is not None and (part.training or hooked(part)) for part in skipped)
 
     def _hidden(self, input: Tensor, first: nn.Linear, up: nn.Linear | None = None) -> Tensor | None:
         kinds = {type(first), type(up or first)}

@@ -7,7 +7,6 @@ computes is found by running it, not by its name; what is rounded where stays as
 from __future__ import annotations
 
 import copy
-import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,10 +32,11 @@ class FusedNorm:
             made: Tensor = type(self.module).forward(self.module, *inputs, **named)
             return made
         out, width = torch.empty_like(hidden), weight.shape[0]
-        pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (hidden, weight, out))
-        sizes = ctypes.c_int64(hidden.numel() // width), ctypes.c_int64(width)
         with kernels.recorded("norm"):
-            function(*pointers, *sizes, ctypes.c_float(self.eps), int(self.offset), torch.get_num_threads())
+            function(
+                hidden.data_ptr(), weight.data_ptr(), out.data_ptr(), hidden.numel() // width, width,
+                self.eps, self.offset, torch.get_num_threads(),
+            )  # fmt: skip
         return out
 
 

@@ -66,8 +66,8 @@ class PackedAttention:
         assert function is not None
         with kernels.recorded("attend"):
             function(
-                *(ctypes.c_void_p(t.data_ptr()) for t in (*tensors, out)), pieces, ctypes.c_int64(len(step.pieces)),
-                ctypes.byref(shape), ctypes.c_int64(window), torch.get_num_threads(),
+                *(t.data_ptr() for t in (*tensors, out)), pieces, len(step.pieces),
+                ctypes.byref(shape), window, torch.get_num_threads(),
             )  # fmt: skip
         made: Tensor = module._modules["o_proj"](out)  # type: ignore[misc]
         return made

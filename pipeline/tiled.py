@@ -21,13 +21,7 @@ PLAIN: Activation = ("none", "")
 CODES: dict[Activation, int] = {PLAIN: 0, ("gelu", "none"): 1, ("gelu", "tanh"): 2, ("swish", ""): 3, ("relu", ""): 4}
 # Below, packing the weights takes longer than torch's whole product.
 FEWEST_ROWS = {torch.float32: 2, torch.bfloat16: 3}
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weight", "bias", "up", "up_bias", "out")),
-        ("outs", ctypes.c_int64),
-    ]
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
 class TiledLinear(nn.Linear):
@@ -63,8 +57,8 @@ def multiply_all(input: Tensor, layers: Seq[nn.Linear]) -> list[Tensor]:
 
 def hooked(module: nn.Module) -> bool:
     """Whether something watches or changes what the module takes or gives, or stands in for its forward."""
-    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-    return "forward" in vars(module) or any(getattr(module, name, None) for name in hooks)
+    own = vars(module)
+    return "forward" in own or any(own[name] for name in _HOOKS)
 
 
 def tracked(*tensors: Tensor | None) -> bool:
@@ -72,40 +66,39 @@ def tracked(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-Parameters = tuple[Tensor, Tensor | None]  # weight and bias
-
-
 def _run(input: Tensor, products: Seq[Seq[nn.Linear]], inside: Activation) -> list[Tensor] | None:
     if torch.compiler.is_compiling() or torch._C._get_tracing_state():  # they see operators, not what a kernel writes
         return None
-    function = kernels.function("multiply", input.dtype)
-    # looked up once: those of a parametrised layer are made on the way, and live as long as they are held
-    factors: list[list[Parameters]] = [[(layer.weight, layer.bias) for layer in layers] for layers in products]
-    if function is None or not all(_served(input, each) for each in factors):
+    dtype, shape = input.dtype, input.shape
+    enough = FEWEST_ROWS.get(dtype, 0) * shape[-1] if shape else 0
+    function = kernels.function("multiply", dtype)
+    if function is None or not _plain(input, dtype) or not 0 < enough <= input.numel():
         return None
-    input, width = input.contiguous(), input.shape[-1]
-    outs = [input.new_empty(*input.shape[:-1], len(each[0][0])) for each in factors]
-    layers = [_Layer(*_pointers(each), out.data_ptr(), out.shape[-1]) for each, out in zip(factors, outs, strict=True)]
-    sizes = (ctypes.c_int64(n) for n in (len(layers), input.numel() // width, width))
+    # looked up once: those of a parametrised layer are made on the way, and live as long as they are held
+    parameters = [[(layer.weight, layer.bias) for layer in layers] for layers in products]
+    outs: list[Tensor] = []
+    numbers: list[int] = []  # the kernel's `Linear`s: everything in them takes 8 bytes
+    for layers in parameters:
+        size = layers[0][0].shape[0]
+        if not size or not all(_fit(weight, bias, dtype, size, shape[-1]) for weight, bias in layers):
+            return None
+        outs.append(input.new_empty(*shape[:-1], size))
+        pointers = [0 if each is None else each.data_ptr() for pair in layers for each in pair]
+        numbers += (*pointers, 0, 0)[:4]
+        numbers += outs[-1].data_ptr(), size
+    input, rows = input.contiguous(), input.numel() // shape[-1]
+    array = (ctypes.c_int64 * len(numbers))(*numbers)
     with kernels.recorded("linear"):
-        array = (_Layer * len(layers))(*layers)
-        failed = function(ctypes.c_void_p(input.data_ptr()), array, *sizes, CODES[inside], torch.get_num_threads())
+        failed = function(input.data_ptr(), array, len(outs), rows, shape[-1], CODES[inside], torch.get_num_threads())
     return None if failed else outs
 
 
-def _served(input: Tensor, layers: Seq[Parameters]) -> bool:
-    """The kernel reads what its sizes say, wherever that is: they are those of the tensors, not what a module says."""
-    (weight, _), width = layers[0], input.shape[-1] if input.dim() else 0
-    tensors = [input, *(tensor for layer in layers for tensor in layer if tensor is not None)]
-    plain = all(type(t) in (Tensor, nn.Parameter) and t.is_cpu and t.layout == torch.strided for t in tensors)
-    if not plain or not all(t.dtype == input.dtype and t.is_contiguous() for t in tensors[1:]):
-        return False
-    outs, enough = len(weight), input.numel() >= FEWEST_ROWS[input.dtype] * width > 0
-    fits = all(w.shape == (outs, width) and (b is None or b.shape == (outs,)) for w, b in layers)
-    return enough and outs > 0 and fits and not tracked(*tensors)
+def _fit(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, size: int, width: int) -> bool:
+    """Whether the kernel may read them: it does as far as its sizes say, which are those of the tensors, not a module's."""
+    good = _plain(weight, dtype) and weight.shape == (size, width) and weight.is_contiguous()
+    return good and (bias is None or (_plain(bias, dtype) and bias.shape == (size,) and bias.is_contiguous()))
 
 
-def _pointers(layers: Seq[Parameters]) -> list[int | None]:
-    """Of the weight and the bias of one layer, and of a second one or none."""
-    found = [None if tensor is None else tensor.data_ptr() for layer in layers for tensor in layer]
-    return [*found, None, None][:4]
+def _plain(tensor: Tensor, dtype: torch.dtype) -> bool:
+    common = type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.layout == torch.strided
+    return common and tensor.dtype == dtype and not tracked(tensor)

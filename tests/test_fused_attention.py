@@ -143,6 +143,7 @@ def one_compiled(monkeypatch, tmp_path):
     source, folder = tmp_path / "kernels.cpp", tmp_path / "kept"
     source.write_text("")
     monkeypatch.setattr(kernels, "SOURCE", source)
+    monkeypatch.setattr(kernels, "TAKES", {})
     monkeypatch.setenv("CXX", "env g++")
     monkeypatch.setenv("MMPREFILL_KERNELS", str(folder))
     assert kernels._library.__wrapped__() is not None
