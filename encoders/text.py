@@ -131,9 +131,11 @@ class Intake:
 
     def _runs(self, inputs: Mapping[str, Any], counts: Seq[tuple[str, int]] | None) -> dict[str, list[Any]]:
         """Medium -> runs of placeholder tokens per item, from how many each got in the order of the prompt."""
+        if not counts:
+            return {}
         ids = inputs["input_ids"][0]
         places = torch.isin(ids, torch.tensor(list(self.placeholders.values()))).nonzero()[:, 0].tolist()
-        if counts is None or sum(count for _, count in counts) != len(places):
+        if sum(count for _, count in counts) != len(places):
             return {}
         runs: dict[str, list[Any]] = {medium: [] for medium in MEDIA}
         start = 0

@@ -284,6 +284,8 @@ class AsyncPrefiller:
         raise EngineClosedError("the engine is closed")
 
     async def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if asyncio.get_running_loop() is self._loop:  # `Prefiller` has come here already
+            return await coroutine
         return await asyncio.wrap_future(self.submit(coroutine))
 
 

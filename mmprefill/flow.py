@@ -196,15 +196,17 @@ class Flow:
     def _prepare_tidily(self, request: Request) -> Prepared:
         """On a host thread, in whose heap decoding and resizing leave several times what they make."""
         prepared = self._intake.prepare(request)
-        self._tidy(_size(prepared))
+        if self._untidy(_size(prepared)):
+            memory.give_back()
         return prepared
 
-    def _tidy(self, made: int) -> None:
-        """On a host thread, since it takes milliseconds: what was thrown away lies between what is kept, in every heap."""
+    def _untidy(self, made: int) -> bool:
+        """Whether it is time to give back what was thrown away: it lies between what is kept, in every heap."""
         self._made += made  # by several threads: a lost sum only puts it off
-        if self._made >= TIDY:
-            self._made = 0
-            memory.give_back()
+        if self._made < TIDY:
+            return False
+        self._made = 0
+        return True
 
     async def _sequence(self, active: Active, plan: Plan, prepared: Prepared, clock: Clock) -> None:
         """Encode and merge what an earlier prompt does not give, and take over what it does."""
@@ -280,9 +282,9 @@ class Flow:
         done = active.prefill
         assert done is not None
         self.stores.finish(plan, done)
-        if self._family.device.type == "cpu":
+        if self._lanes.prefill.device.type == "cpu" and self._untidy(done.kv.nbytes):
             with suppress(RuntimeError):  # the interpreter ends around the last request: nobody needs the memory
-                self._host.submit(self._tidy, done.kv.nbytes)
+                self._host.submit(memory.give_back)  # it takes milliseconds
         hidden = {layer: torch.cat(parts) for layer, parts in done.hidden.items()}
         sequence = done.sequence
         return self._result(
