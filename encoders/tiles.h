@@ -87,6 +87,8 @@ template <typename T> void pack_rows(const T *from, int64_t row, int64_t rows, i
     for (int64_t k = 0; k < kPanel; k += kLanes)
       for (int64_t u = 0; u < units; u += kLanes) {
         Units x[kLanes];
+        for (int64_t i = 0; i < kLanes; i++)  // the next rows: the processor itself does not follow so many short ones
+          __builtin_prefetch(from + (panel + k + kLanes + i) * row + u * per);
         for (int64_t i = 0; i < kLanes; i++)
           x[i] = row_units(from + (panel + k + i) * row + u * per, panel + k + i < rows ? units - u : 0);
         transpose(x);
