@@ -18,8 +18,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from mmprefill.encoders import stand_in
 from mmprefill.encoders.families import Family
-from mmprefill.pipeline import mlp, norm, packed, packed_attention, tiled, widen
+from mmprefill.pipeline import mlp, packed, tiled, widen
 from mmprefill.pipeline.packed import PackedLinear
 from mmprefill.pipeline.tiled import TiledLinear
 
@@ -89,15 +90,13 @@ def unpack(model: nn.Module) -> list[nn.Module]:
 @contextmanager
 def unpacked(model: nn.Module) -> Iterator[None]:
     """Within the block the model is as it was loaded."""
-    changed, norms, layers = unpack(model), norm.undo(model), packed_attention.undo(model)
+    changed, others = unpack(model), stand_in.undo(model)
     try:
         yield
     finally:
-        packed_attention.redo(layers)
+        stand_in.put(others)
         if changed:
             pack(model, {*model.modules()} - {*changed})  # what waits for a picture goes on waiting
-        if norms:
-            norm.fuse(model)
 
 
 def _kind(module: nn.Module) -> type[nn.Module] | None:

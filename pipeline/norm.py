@@ -14,18 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from mmprefill.encoders import kernels
+from mmprefill.encoders.stand_in import StandIn, put
 
 
-class FusedNorm:
+class FusedNorm(StandIn):
     """Stands in for the `forward` of an RMS norm."""
 
     def __init__(self, module: nn.Module, eps: float, offset: bool) -> None:
-        self.module, self.eps, self.offset = module, eps, offset
+        super().__init__(module)
+        self.eps, self.offset = eps, offset
 
     def __call__(self, *inputs: Tensor | None, **named: Any) -> Tensor:
         """[..., D] -> [..., D]; what is not contiguous, of another dtype, needs gradients or comes with more than the one
         input (the gate of a gated norm) takes the stock way."""
-        weight: Tensor = self.module.weight  # type: ignore[assignment]
+        weight: Tensor = self.module.weight
         function = kernels.function("normalise", weight.dtype)
         hidden = inputs[0] if len(inputs) == 1 and not named else None
         if function is None or hidden is None or not _served(hidden, weight):
@@ -48,21 +50,10 @@ def _served(hidden: Tensor, weight: Tensor) -> bool:
 
 def fuse(model: nn.Module) -> int:
     """Put the kernel behind every frozen RMS norm of a model; returns how many. Twice does no harm."""
-    found = list(_norms(model))
-    for module, eps, offset in found:
-        module.forward = FusedNorm(module, eps, offset)
-    return len(found)
+    return put(list(_norms(model)))
 
 
-def undo(model: nn.Module) -> int:
-    """Give every norm its own forward back; returns how many had another."""
-    found = [module for module in model.modules() if isinstance(vars(module).get("forward"), FusedNorm)]
-    for module in found:
-        del module.forward
-    return len(found)
-
-
-def _norms(model: nn.Module) -> Iterator[tuple[nn.Module, float, bool]]:
+def _norms(model: nn.Module) -> Iterator[FusedNorm]:
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -73,7 +64,7 @@ def _norms(model: nn.Module) -> Iterator[tuple[nn.Module, float, bool]]:
         if weight.dim() != 1 or len(weight) == 1:  # one scale for all is not told by its shape
             continue
         if frozen and kernels.function("normalise", weight.dtype) is not None:
-            yield from ((module, eps, offset) for offset in (False, True) if _same(module, eps, offset))
+            yield from (FusedNorm(module, eps, offset) for offset in (False, True) if _same(module, eps, offset))
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mmprefill.encoders import kernels
 from mmprefill.encoders.fused_attention import Shape
+from mmprefill.encoders.stand_in import StandIn, put
 from mmprefill.pipeline.attention import FEWEST_FUSED, KEYWORD
 from mmprefill.pipeline.kv_cache import LayerPlan, Piece, SequenceKV, StepCache
 from mmprefill.pipeline.tiled import multiply_all
@@ -25,7 +26,7 @@ PAST, FIRST, ROWS = 20, 17, 26  # the probe's step: tokens stored before, rows o
 NORMS = ("q_norm", "k_norm")  # of each head, before it is rotated, in some families
 
 
-class PackedAttention:
+class PackedAttention(StandIn):
     """Stands in for the `forward` of an attention layer whose heads have one width and are rotated whole.
 
     Args:
@@ -35,8 +36,9 @@ class PackedAttention:
     """
 
     def __init__(self, module: nn.Module, scaling: float, window: int | None) -> None:
-        self.module, self.scaling, self.window = module, scaling, window
-        self.layer, self.width = int(module.layer_idx), int(module.head_dim)  # type: ignore[arg-type]
+        super().__init__(module)
+        self.scaling, self.window = scaling, window
+        self.layer, self.width = int(self.module.layer_idx), int(self.module.head_dim)
         self.heads, self.groups = (child.out_features // self.width for child in _projections(module)[:2])
         self.norms: list[Any] = [module._modules.get(name) for name in NORMS]
 
@@ -69,7 +71,7 @@ class PackedAttention:
                 *(t.data_ptr() for t in (*tensors, out)), pieces, len(step.pieces),
                 ctypes.byref(shape), window, torch.get_num_threads(),
             )  # fmt: skip
-        made: Tensor = module._modules["o_proj"](out)  # type: ignore[misc]
+        made: Tensor = module._modules["o_proj"](out)
         return made
 
     def _served(self, hidden: Any, tables: Any) -> bool:
@@ -98,25 +100,7 @@ class PackedAttention:
 
 def fuse(decoder: nn.Module, plan: LayerPlan) -> int:
     """Put the kernel behind every attention layer that it serves; returns how many. Twice does no harm."""
-    found = list(_layers(decoder, plan))
-    for fused in found:
-        fused.module.forward = fused
-    return len(found)
-
-
-def undo(model: nn.Module) -> list[PackedAttention]:
-    """Give every layer its own forward back; returns what `redo` takes."""
-    forwards = (vars(module).get("forward") for module in model.modules())
-    found = [forward for forward in forwards if isinstance(forward, PackedAttention)]
-    for fused in found:
-        del fused.module.forward
-    return found
-
-
-def redo(found: list[PackedAttention]) -> None:
-    """After `undo`."""
-    for fused in found:
-        fused.module.forward = fused
+    return put(list(_layers(decoder, plan)))
 
 
 def _projections(module: nn.Module) -> list[Any]:

@@ -6,7 +6,7 @@ import torch
 from test_parity import prepared_requests
 
 from mmprefill import PrefillConfig, Prefiller
-from mmprefill.encoders import kernels
+from mmprefill.encoders import kernels, stand_in
 from mmprefill.models import load
 from mmprefill.pipeline import linear, packed_attention
 from mmprefill.pipeline.packed_attention import PackedAttention
@@ -52,7 +52,7 @@ def test_a_step_equals_the_stock_layers(family, dtype):
     ):
         requests = prepared_requests(prefiller)
         fused = [unwrap(outcome) for outcome in prefiller.prefill_many(requests)]
-        assert packed_attention.undo(prefiller.session.family.model)
+        assert stand_in.undo(prefiller.session.family.model)
         stock = [unwrap(outcome) for outcome in prefiller.prefill_many(requests)]
         for one, other in zip(fused, stock, strict=True):
             assert close(one.next_token_logits, other.next_token_logits, dtype)
@@ -77,7 +77,7 @@ def test_what_is_almost_like_it_is_left_alone():
     """A layer that scales what it returns, or only far from the start, and one that rotates with twice the sine."""
     with checkpoints.quiet(), Prefiller.from_pretrained(checkpoints.cached("smolvlm")) as prefiller:
         family, plan = prefiller.session.family, prefiller.session.route.plan
-        packed_attention.undo(family.model)
+        stand_in.undo(family.model)
         one, other, third, *rest = [m for m in family.decoder.modules() if hasattr(m, "q_proj")]
 
         class Scaled(type(one)):
