@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from mmprefill.encoders import stand_in
+from mmprefill.encoders import stand_in, timm_attention
 from mmprefill.encoders.families import Family
 from mmprefill.pipeline import mlp, packed, tiled, widen
 from mmprefill.pipeline.packed import PackedLinear
@@ -54,12 +54,16 @@ def pack(model: nn.Module, later: Collection[nn.Module] = ()) -> int:
 
 
 def pack_towers_later(family: Family) -> None:
-    """Pack a model but for its towers, and those when one of its feature functions is first called: the weights of a
-    tower that never sees a picture stay in their file."""
+    """Pack a model but for its towers, and those, with timm's attention, when one of its feature functions is first
+    called: the weights of a tower that never sees a picture stay in their file."""
     inside = {family.model.get_output_embeddings(), *family.decoder.modules()}
     towers = {module for module in family.base.modules() if module not in inside}
     pack(family.model, towers if family.features and family.takes_encoded else ())
-    ready = cache(partial(pack, family.model))
+
+    @cache
+    def ready() -> None:
+        pack(family.model)
+        timm_attention.install(family.base, family.decoder)
 
     def after_packing(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
