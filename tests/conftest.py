@@ -11,21 +11,32 @@ os.environ.setdefault("MMPREFILL_KERNELS", os.path.join(tempfile.gettempdir(), f
 import socket
 
 import pytest
-import torch
 from PIL import Image, ImageFile
+
+# torch is imported below: the process that hands tests to others runs none, and they wait until it is up.
 
 
 def pytest_configure():
-    torch.set_num_threads(1)  # tiny models: a second thread costs more than it does, and tests stay reproducible
     gc.disable()  # what imports make stays
 
 
+@pytest.hookimpl(trylast=True)  # after they were shuffled
+def pytest_collection_modifyitems(items):
+    """What may take minutes comes first, beside all the rest: nobody waits for it at the end, or begins it twice."""
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+
+
 def pytest_collection_finish():
+    import torch
+
+    torch.set_num_threads(1)  # tiny models: a second thread costs more than it does, and tests stay reproducible
     gc.freeze()  # hundreds of thousands of objects that no collection has to look at again
     gc.enable()
 
 
 def process_globals():
+    import torch
+
     return {
         "torch threads": torch.get_num_threads(),
         "torch default dtype": torch.get_default_dtype(),
@@ -54,3 +65,13 @@ def data(tmp_path):
     for i in range(4):
         checkpoints.picture(i).save(folder / f"p{i}.png")
     return folder
+
+
+@pytest.fixture(scope="session")
+def interpreter():
+    """For scripts that need a process of their own."""
+    from interpreter import Interpreter
+
+    made = Interpreter()
+    yield made
+    made.close()

@@ -2,8 +2,6 @@
 
 import asyncio
 import gc
-import subprocess
-import sys
 import threading
 import time
 
@@ -355,7 +353,7 @@ def test_closing_at_once(engine, monkeypatch):
             each.result(20)
 
 
-def test_a_forgotten_engine_does_not_keep_the_interpreter():
+def test_a_forgotten_engine_does_not_keep_the_interpreter(interpreter):
     """A script that never closes its engine, with requests under way, still ends."""
     script = (
         "from mmprefill import AsyncPrefiller\n"
@@ -363,11 +361,11 @@ def test_a_forgotten_engine_does_not_keep_the_interpreter():
         "waiting = [engine.start(f'request {i}') for i in range(20)]\n"
         "print(len(waiting[0].result().token_ids) > 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    done = interpreter.run(script)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
-def test_a_request_under_way_when_the_main_thread_ends():
+def test_a_request_under_way_when_the_main_thread_ends(interpreter):
     """Another thread that waits for its last step still gets the result."""
     script = (
         "import threading, time\n"
@@ -379,7 +377,7 @@ def test_a_request_under_way_when_the_main_thread_ends():
         "threading.Thread(target=lambda: print(len(prefiller.prefill('x').token_ids) > 0)).start()\n"
         "begun.wait()\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    done = interpreter.run(script)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 

@@ -163,17 +163,20 @@ def test_unknown_spans_are_empty():
 # Videos
 
 
-@functools.cache
+OPEN = {}
+
+
 def prefiller(family):
-    return engines.open_prefiller(family)
+    if family not in OPEN:
+        OPEN[family] = engines.open_prefiller(family)
+    return OPEN[family]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def closed_prefillers():
     yield
-    for family in VIDEO:
-        prefiller(family).close()
-    prefiller.cache_clear()
+    while OPEN:
+        OPEN.popitem()[1].close()
 
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")

@@ -16,6 +16,9 @@ FAMILIES = list(checkpoints.FAMILIES)
 TEXTS = st.text("abcdefghij <>é\n", min_size=1, max_size=120)
 
 
+OPEN = []
+
+
 @functools.cache
 def others(family):
     """Some that chunk, pack, reuse and start early in different ways."""
@@ -23,15 +26,16 @@ def others(family):
         {"chunk_tokens": 5, "step_tokens": 23, "early_tokens": 1, "policy": "shortest"},
         {"chunk_tokens": 17, "prefix_bytes": 150_000, "encoder_bytes": 20_000, "early_tokens": 8, "ageing": 0.01},
     ]
-    return [open_prefiller(family, **each) for each in settings]
+    engines = [open_prefiller(family, **each) for each in settings]
+    OPEN.extend(engines)
+    return engines
 
 
 @pytest.fixture(scope="module", autouse=True)
 def closed():
     yield
-    for family in FAMILIES:
-        for engine in others(family):
-            engine.close()
+    while OPEN:
+        OPEN.pop().close()
     others.cache_clear()
 
 
