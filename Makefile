@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 SOURCES := mmprefill encoders pipeline
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser run test check lint types bench gpu-check clean
+.PHONY: help setup browser run test unit check lint types bench gpu-check clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,8 +30,13 @@ browser:  ## Chromium for the demo's tests, from Debian or Ubuntu as root; witho
 run: $(STAMP)  ## the main job on samples/
 	@$(VENV)/bin/mmprefill run --requests samples/requests.jsonl --generate 16
 
+TESTS := -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
 test: $(STAMP)  ## the tests
-	@$(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+	@$(PY) $(TESTS)
+
+unit: $(STAMP)  ## those that need no process of their own and no browser
+	@$(PY) $(TESTS) -m "not end_to_end"
 
 check: lint types  ## ruff, and mypy --strict on the built wheel
 

@@ -22,8 +22,8 @@ def pytest_configure():
 
 @pytest.hookimpl(trylast=True)  # after they were shuffled
 def pytest_collection_modifyitems(items):
-    """What may take minutes comes first, beside all the rest: nobody waits for it at the end, or begins it twice."""
-    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+    """What may take minutes comes first, beside all the rest: nobody waits for it at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("end_to_end") is None)
 
 
 def pytest_collection_finish():
@@ -65,13 +65,3 @@ def data(tmp_path):
     for i in range(4):
         checkpoints.picture(i).save(folder / f"p{i}.png")
     return folder
-
-
-@pytest.fixture(scope="session")
-def interpreter():
-    """For scripts that need a process of their own."""
-    from interpreter import Interpreter
-
-    made = Interpreter()
-    yield made
-    made.close()

@@ -137,6 +137,7 @@ def in_this_process(command, _):
     yield bench._Worker(SimpleNamespace(stdin=io.StringIO(), stdout=iter(said.getvalue().splitlines())))
 
 
+@pytest.mark.end_to_end
 @pytest.mark.timeout(300)
 def test_split_reaches_the_processes(whole, tmp_path, monkeypatch):
     """Each counts as many tokens as with the setting in this process, more than without it; rows and table say so.

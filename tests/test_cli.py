@@ -144,6 +144,7 @@ def test_models_of_a_checkpoint(capsys, smol):
     assert json.loads(out.out) == {"family": "smolvlm", "path": "packed", "reason": ""}
 
 
+@pytest.mark.end_to_end
 @pytest.mark.timeout(240)
 def test_models_catalogue(capsys):
     """Every mapped family is packed, generic or refused, with a reason where it is not packed."""

@@ -25,6 +25,7 @@ from mmprefill.pipeline.onward import Onward
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
+    pytest.mark.end_to_end,
     pytest.mark.timeout(300),
     # Not importorskip: that would import it, which takes seconds, wherever tests are collected.
     pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="no gradio"),

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import os
 import runpy
 import subprocess
 import sys
@@ -710,15 +711,18 @@ def test_a_folder_that_is_not_ours(prefiller, data, tmp_path):
     assert mmprefill.run_job(source, tmp_path / "out", prefiller=prefiller).ok == 1
 
 
+@pytest.mark.end_to_end
 @pytest.mark.timeout(900)  # seconds of work, minutes where others have the processors
-def test_killed_at_any_instant(interpreter, data, tmp_path):
+def test_killed_at_any_instant(data, tmp_path):
     """F4: after 20 kills the output is that of a clean run: the same files, rows and values, nothing left over."""
     rows = simple(18)
     rows[7]["images"] = ["missing.png"]
     source = write(data / "in.jsonl", rows)
-    script = Path(__file__).with_name("job_killed.py").read_text(encoding="utf-8")
-    arguments = [str(checkpoints.cached("smolvlm")), str(source), str(tmp_path), "20", "7"]
-    run = interpreter.run(script, *arguments, JOB_KILLED_PATIENCE="200")
+    script = Path(__file__).with_name("job_killed.py")
+    command = [sys.executable, str(script), str(checkpoints.cached("smolvlm")), str(source), str(tmp_path), "20", "7"]
+    settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(script.parent.parent),
+                "JOB_KILLED_PATIENCE": "200"}  # fmt: skip
+    run = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=880)
     assert run.returncode == 0, run.stderr[-3000:]
     told = json.loads(run.stdout.splitlines()[-1])
     assert told["killed"] == 20

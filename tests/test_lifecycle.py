@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import time
 
@@ -353,7 +355,8 @@ def test_closing_at_once(engine, monkeypatch):
             each.result(20)
 
 
-def test_a_forgotten_engine_does_not_keep_the_interpreter(interpreter):
+@pytest.mark.end_to_end
+def test_a_forgotten_engine_does_not_keep_the_interpreter():
     """A script that never closes its engine, with requests under way, still ends."""
     script = (
         "from mmprefill import AsyncPrefiller\n"
@@ -361,11 +364,12 @@ def test_a_forgotten_engine_does_not_keep_the_interpreter(interpreter):
         "waiting = [engine.start(f'request {i}') for i in range(20)]\n"
         "print(len(waiting[0].result().token_ids) > 0)\n"
     )
-    done = interpreter.run(script)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
-def test_a_request_under_way_when_the_main_thread_ends(interpreter):
+@pytest.mark.end_to_end
+def test_a_request_under_way_when_the_main_thread_ends():
     """Another thread that waits for its last step still gets the result."""
     script = (
         "import threading, time\n"
@@ -377,7 +381,7 @@ def test_a_request_under_way_when_the_main_thread_ends(interpreter):
         "threading.Thread(target=lambda: print(len(prefiller.prefill('x').token_ids) > 0)).start()\n"
         "begun.wait()\n"
     )
-    done = interpreter.run(script)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 

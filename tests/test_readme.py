@@ -46,6 +46,7 @@ def test_make_targets(target):
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.end_to_end
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands(folder, command, monkeypatch, capsys):
