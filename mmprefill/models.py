@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -21,6 +22,7 @@ DTYPES: dict[str, Any] = {
     "auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
     "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
 }  # fmt: skip
+_loading = threading.Lock()
 BUNDLED = Path(__file__).parent / "assets" / "shapes-vlm"
 
 
@@ -90,25 +92,31 @@ def load(
     Raises:
         ModelError: if it cannot be found, reached or read.
         UnsupportedModelError: if transformers has no class for it without running its own code.
+        ValueError: for a dtype that is none of these.
     """
-    name = str(source) if source is not None else str(BUNDLED)
+    name, weights = str(source) if source is not None else str(BUNDLED), _dtype(dtype)
     where: dict[str, Any] = {"revision": revision, "token": token, "trust_remote_code": False}
     _check_config(name, where)
     try:
         processor = AutoProcessor.from_pretrained(name, **where, **(processor_kwargs or {}))
-        model = on_a_passing_thread(
-            AutoModelForImageTextToText.from_pretrained,
-            name, dtype=_dtype(dtype), use_safetensors=True, attn_implementation=None, **where,
-        )  # fmt: skip
-    except (OSError, ValueError, TypeError, ImportError, StrictDataclassError) as error:
+        model = on_a_passing_thread(_model, name, weights, where)
+    except (OSError, ValueError, TypeError, ImportError, StrictDataclassError, SafetensorError) as error:
         raise ModelError(f"cannot load {name!r}: {_first_line(error)}") from error
     for option in ("min_pixels", "max_pixels"):  # the sizes hold them now; a tokenizer's options go to every call
         getattr(processor.tokenizer, "init_kwargs", {}).pop(option, None)
     _check_sizes(name, processor)
     _agree_on_rows(name, processor, model)
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(torch.device(default if device is None else device))  # type: ignore[arg-type]  # a decorated method
+    model.to(torch.device(default if device is None else device))
     return ModelBundle(model.eval().requires_grad_(False), processor, name, revision)
+
+
+def _model(name: str, dtype: Any, where: dict[str, Any]) -> Any:
+    """One at a time: transformers patches torch and its own classes while it loads, and takes that back in order."""
+    with _loading:
+        return AutoModelForImageTextToText.from_pretrained(
+            name, dtype=dtype, use_safetensors=True, attn_implementation=None, **where
+        )
 
 
 def _dtype(dtype: str | torch.dtype) -> Any:

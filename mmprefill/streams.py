@@ -17,7 +17,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -176,15 +178,23 @@ def on_a_passing_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
     """Run a call on a thread that ends with it, and so does its OpenMP team.
 
     Teams of two threads are more than there are cores: GNU's runtime then puts them to sleep after every operation, and a
-    lane's next one waits until its team is awake, a quarter of a short text's step.
+    lane's next one waits until its team is awake, a quarter of a short text's step. Ctrl-C waits for the call, whose
+    patches of the process, say, are taken back when it ends; a second one does not.
     """
     done: Future[T] = Future()
+    call = partial(copy_context().run, function, *args, **kwargs)
+    thread = threading.Thread(target=_settle, args=(done, call), name="mmprefill-passing", daemon=True)
+    thread.start()
+    try:
+        return done.result()
+    finally:
+        thread.join()
+        del done, thread  # an error's traceback holds this frame: a cycle, with half a model in it
 
-    def run() -> None:
-        try:
-            done.set_result(function(*args, **kwargs))
-        except BaseException as error:
-            done.set_exception(error)
 
-    threading.Thread(target=run, name="mmprefill-passing", daemon=True).start()  # daemon: Ctrl-C does not wait for it
-    return done.result()
+def _settle(done: Future[T], call: Callable[[], T]) -> None:
+    try:
+        done.set_result(call())
+    except BaseException as error:
+        done.set_exception(error)
+        del done  # as above

@@ -1,15 +1,20 @@
 """Deadlines, back-pressure, out of memory, a lost device: the right requests fail, the rest go on."""
 
 import asyncio
+import contextlib
 import gc
+import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import checkpoints
 import pytest
 import torch
+import transformers
 from engines import open_engine
 
 from mmprefill import AsyncPrefiller, Prefiller, Request, models
@@ -497,3 +502,50 @@ def test_loading_ends_with_its_thread(monkeypatch):
     assert not thread.is_alive()
     with pytest.raises(ZeroDivisionError):
         on_a_passing_thread(divmod, 1, 0)
+
+
+def test_an_error_of_a_passing_thread_keeps_nothing():
+    """What a failed load had made goes with its error, not at the next collection."""
+
+    class Half:
+        pass
+
+    made = []
+
+    def fails():
+        half = Half()
+        made.append(weakref.ref(half))
+        raise OSError("no more of it")
+
+    gc.disable()
+    try:
+        with contextlib.suppress(OSError):
+            on_a_passing_thread(fails)
+        assert made[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_ctrl_c_while_loading_waits_for_its_end():
+    """transformers patches torch while it loads: who tries again at once must not find it half patched."""
+    ended = []
+
+    def slow():
+        time.sleep(0.5)
+        ended.append(True)
+
+    interrupt = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        on_a_passing_thread(slow)
+    assert ended
+
+
+def test_several_load_at_once():
+    """Each gets its model whole, and the process is as it was."""
+    before = transformers.PreTrainedModel.tie_weights
+    with checkpoints.quiet(), ThreadPoolExecutor(3) as pool:
+        folder = checkpoints.cached("smolvlm")
+        bundles = [*pool.map(lambda _: models.load(folder, dtype="bf16"), range(3))]
+    assert len({bundle.fingerprint for bundle in bundles}) == 1
+    assert transformers.PreTrainedModel.tie_weights is before
