@@ -46,9 +46,18 @@ TAKES = {
 _TIMEOUT = 120
 
 
-@cache
 def function(name: str, dtype: torch.dtype) -> Any:
-    """The compiled function of that name for a dtype, or None."""
+    """The compiled function of that name for a dtype; None if there is none, or while torch records what is computed."""
+    return None if traced() else _found(name, dtype)
+
+
+def traced() -> bool:
+    """Whether torch compiles, exports or traces what runs: it sees operators, not what a kernel writes."""
+    return bool(torch.compiler.is_compiling() or torch._C._get_tracing_state())
+
+
+@cache
+def _found(name: str, dtype: torch.dtype) -> Any:
     suffix = _SUFFIXES.get(dtype)
     return getattr(_library(), f"{name}_{suffix}", None) if suffix else None
 
@@ -81,7 +90,7 @@ def _library() -> ctypes.CDLL | None:
         return None
     try:
         return _loaded(_compiler(), [*_FLAGS, *_instructions()])
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
         detail = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()[-500:]
         log.warning("no compiled kernels, torch's own are slower: %s %s", error, detail)
         return None

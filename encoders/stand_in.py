@@ -1,4 +1,7 @@
-"""Callables that stand in for the `forward` of a stock module: an instance attribute, so that its class stays untouched."""
+"""Callables that stand in for the `forward` of a stock module: an instance attribute, so that its class stays untouched.
+
+What a module computes is found by running it, not by its name.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,13 @@ from typing import Any
 
 from torch import nn
 
+NOT_LIKE_IT = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError)
+"""What a module of another kind raises when it is run as one of this."""
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
 
 class StandIn:
-    """Base of what `undo` finds.
+    """What stands in for a module's forward.
 
     Args:
         module: whose forward it replaces, once put there.
@@ -24,6 +31,12 @@ def put(found: Seq[StandIn]) -> int:
     for each in found:
         each.module.forward = each
     return len(found)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether something watches or changes what the module takes or gives, or stands in for its forward."""
+    own = vars(module)
+    return "forward" in own or any(own[name] for name in _HOOKS)
 
 
 def undo(model: nn.Module) -> list[StandIn]:

@@ -77,7 +77,7 @@ def pack_towers_later(family: Family) -> None:
 
 
 def unpack(model: nn.Module) -> list[nn.Module]:
-    """Give every such layer and every fused MLP of a model its plain form; returns what was changed."""
+    """Give every such layer of a model its plain form; returns what was changed."""
     changed: list[nn.Module] = []
     for layer in model.modules():
         if isinstance(layer, PackedLinear):
@@ -86,8 +86,6 @@ def unpack(model: nn.Module) -> list[nn.Module]:
         elif type(layer) in _PLAIN:
             layer.__class__ = _PLAIN[type(layer)]
             changed.append(layer)
-        if isinstance(vars(layer).get("forward"), mlp.FusedMlp):
-            del layer.forward
     return changed
 
 
@@ -105,7 +103,7 @@ def unpacked(model: nn.Module) -> Iterator[None]:
 
 def _kind(module: nn.Module) -> type[nn.Module] | None:
     """What a layer becomes."""
-    if type(module) not in widen.WIDENED or module.training or tiled.hooked(module):
+    if type(module) not in widen.WIDENED or module.training or stand_in.hooked(module):
         return None
     weight = cast("torch.Tensor", module.weight)
     frozen = not any(parameter.requires_grad for parameter in module.parameters(recurse=False))

@@ -12,31 +12,33 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from mmprefill.encoders.stand_in import NOT_LIKE_IT, StandIn, hooked
 from mmprefill.pipeline import packed, tiled
 from mmprefill.pipeline.packed import ACTIVATIONS, PackedLinear
-from mmprefill.pipeline.tiled import Activation, TiledLinear, hooked
+from mmprefill.pipeline.tiled import Activation, TiledLinear
 
 FUSABLE = PackedLinear, TiledLinear  # layers that compute activations
 
 
-class FusedMlp:
+class FusedMlp(StandIn):
     """Stands in for an MLP's `forward` as long as its parts are what they were, and nothing watches them."""
 
     def __init__(self, mlp: nn.Module, names: Seq[str], known: Activation) -> None:
-        self.mlp, self.names, self.activation = mlp, names, known
+        super().__init__(mlp)
+        self.names, self.activation = names, known
         self.parts = list(mlp._modules.values())
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """What the stock forward takes."""
-        *before, last = _layers(self.mlp, self.names)
+        *before, last = _layers(self.module, self.names)
         one = len(inputs) == 1 and not named and self._unchanged(last)
         hidden = self._hidden(inputs[0], *before) if one else None
-        return type(self.mlp).forward(self.mlp, *inputs, **named) if hidden is None else last(hidden)
+        return type(self.module).forward(self.module, *inputs, **named) if hidden is None else last(hidden)
 
     def _unchanged(self, last: nn.Linear) -> bool:
         """Also in evaluation mode: dropout may be one of the parts."""
         skipped = (part for part in self.parts if part is not last)
-        same = list(self.mlp._modules.values()) == self.parts
+        same = list(self.module._modules.values()) == self.parts
         return same and not any(part is not None and (part.training or hooked(part)) for part in skipped)
 
     def _hidden(self, input: Tensor, first: nn.Linear, up: nn.Linear | None = None) -> Tensor | None:
@@ -86,8 +88,6 @@ def _own(mlp: nn.Module) -> tuple[Any, ...]:
 
 # The probes look far out too: some MLPs, and some activations, clamp what is large.
 _FAR = (1.0, 1e2, 1e4)
-# What a module of another kind says to them.
-_NOT_LIKE_IT = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 
 
 @torch.no_grad()
@@ -98,7 +98,7 @@ def _known(module: nn.Module) -> Activation | None:
         made = module(line)
         same = (name for name, known in ACTIVATIONS.items() if torch.allclose(made, known(line), rtol=1e-6, atol=1e-6))
         return next(same, None)
-    except _NOT_LIKE_IT:
+    except NOT_LIKE_IT:
         return None
 
 
@@ -116,5 +116,5 @@ def _same(mlp: nn.Module, names: Seq[str], known: Activation) -> bool:
             if not torch.allclose(last(hidden), wanted, rtol=1e-4, atol=1e-5 * max(1.0, float(wanted.abs().max()))):
                 return False
         return True
-    except _NOT_LIKE_IT:
+    except NOT_LIKE_IT:
         return False

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmprefill.encoders import kernels
+from mmprefill.encoders.stand_in import hooked
 
 Activation = tuple[str, str]  # oneDNN's name, and which algorithm
 PLAIN: Activation = ("none", "")
 CODES: dict[Activation, int] = {PLAIN: 0, ("gelu", "none"): 1, ("gelu", "tanh"): 2, ("swish", ""): 3, ("relu", ""): 4}
 # Below, packing the weights takes longer than torch's whole product.
 FEWEST_ROWS = {torch.float32: 2, torch.bfloat16: 3}
-_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
 class TiledLinear(nn.Linear):
@@ -55,20 +55,12 @@ def multiply_all(input: Tensor, layers: Seq[nn.Linear]) -> list[Tensor]:
     return [layer(input) for layer in layers] if made is None else made
 
 
-def hooked(module: nn.Module) -> bool:
-    """Whether something watches or changes what the module takes or gives, or stands in for its forward."""
-    own = vars(module)
-    return "forward" in own or any(own[name] for name in _HOOKS)
-
-
 def tracked(*tensors: Tensor | None) -> bool:
     """Whether gradients are asked of what is made of them."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _run(input: Tensor, products: Seq[Seq[nn.Linear]], inside: Activation) -> list[Tensor] | None:
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state():  # they see operators, not what a kernel writes
-        return None
     dtype, shape = input.dtype, input.shape
     enough = FEWEST_ROWS.get(dtype, 0) * shape[-1] if shape else 0
     function = kernels.function("multiply", dtype)
@@ -77,15 +69,14 @@ def _run(input: Tensor, products: Seq[Seq[nn.Linear]], inside: Activation) -> li
     # looked up once: those of a parametrised layer are made on the way, and live as long as they are held
     parameters = [[(layer.weight, layer.bias) for layer in layers] for layers in products]
     outs: list[Tensor] = []
-    numbers: list[int] = []  # the kernel's `Linear`s: everything in them takes 8 bytes
+    numbers: list[int] = []  # the kernel's `Linear`s: weight, bias, up, up's bias, out, outs, of 8 bytes each
     for layers in parameters:
-        size = layers[0][0].shape[0]
+        size = layers[0][0].shape[0] if layers[0][0].dim() else 0
         if not size or not all(_fit(weight, bias, dtype, size, shape[-1]) for weight, bias in layers):
             return None
         outs.append(input.new_empty(*shape[:-1], size))
         pointers = [0 if each is None else each.data_ptr() for pair in layers for each in pair]
-        numbers += (*pointers, 0, 0)[:4]
-        numbers += outs[-1].data_ptr(), size
+        numbers += [*pointers, *([0] * (4 - len(pointers))), outs[-1].data_ptr(), size]
     input, rows = input.contiguous(), input.numel() // shape[-1]
     array = (ctypes.c_int64 * len(numbers))(*numbers)
     with kernels.recorded("linear"):
