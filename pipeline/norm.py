@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmprefill.encoders import kernels
-from mmprefill.encoders.stand_in import StandIn, put
+from mmprefill.encoders.stand_in import NOT_LIKE_IT, StandIn, put
 
 
 class FusedNorm(StandIn):
@@ -45,7 +45,7 @@ class FusedNorm(StandIn):
 def _served(hidden: Tensor, weight: Tensor) -> bool:
     alike = hidden.dtype == weight.dtype and hidden.is_cpu and weight.is_cpu and hidden.is_contiguous()
     asked = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return alike and hidden.shape[-1:] == weight.shape and not asked
+    return alike and weight.is_contiguous() and hidden.shape[-1:] == weight.shape and not asked
 
 
 def fuse(model: nn.Module) -> int:
@@ -81,5 +81,5 @@ def _close(module: nn.Module, eps: float, offset: bool) -> bool:
         wanted, got = module(rows), FusedNorm(module, eps, offset)(rows)
         step = torch.finfo(weight.dtype).eps * (8 if weight.dtype == torch.float32 else 2)
         return got.dtype == wanted.dtype and bool(torch.allclose(got, wanted, rtol=step, atol=step * eps**0.5))
-    except (TypeError, ValueError, RuntimeError, AttributeError):
+    except NOT_LIKE_IT:
         return False

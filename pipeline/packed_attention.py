@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmprefill.encoders import kernels
 from mmprefill.encoders.fused_attention import Shape
-from mmprefill.encoders.stand_in import StandIn, put
+from mmprefill.encoders.stand_in import NOT_LIKE_IT, StandIn, put
 from mmprefill.pipeline.attention import FEWEST_FUSED, KEYWORD
 from mmprefill.pipeline.kv_cache import LayerPlan, Piece, SequenceKV, StepCache
 from mmprefill.pipeline.tiled import multiply_all
@@ -41,6 +41,7 @@ class PackedAttention(StandIn):
         self.layer, self.width = int(self.module.layer_idx), int(self.module.head_dim)
         self.heads, self.groups = (child.out_features // self.width for child in _projections(module)[:2])
         self.norms: list[Any] = [module._modules.get(name) for name in NORMS]
+        self._sizes = [heads * self.width for heads in (self.heads, self.groups, self.groups)]
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """What the stock forward takes; the kernel for a packed step that it serves."""
@@ -58,6 +59,8 @@ class PackedAttention(StandIn):
         """hidden [1, N, D], cos and sin [1, N, W] -> [1, N, D]; K and V of `pieces` are written."""
         module, heads = self.module, (hidden.shape[1], -1, self.width)
         query, key, value = multiply_all(hidden, _projections(module)[:3])
+        if [t.shape[-1] for t in (query, key, value)] != self._sizes:  # the kernel would read past their ends
+            raise ValueError(f"projections of layer {self.layer} give other sizes than {self._sizes}")
         if self.norms[0] is not None:
             query, key = (norm(t.view(heads)) for norm, t in zip(self.norms, (query, key), strict=True))
         out = hidden.new_empty(1, hidden.shape[1], self.heads * self.width)
@@ -78,7 +81,11 @@ class PackedAttention(StandIn):
         if not isinstance(hidden, Tensor) or torch.is_grad_enabled() or not isinstance(tables, tuple):
             return False
         shape = (1, hidden.shape[-2], self.width)
-        if any(layer._forward_hooks for layer in (*_projections(self.module), *filter(None, self.norms))):
+        layers = _projections(self.module)
+        same = [self.module._modules.get(name) for name in NORMS] == self.norms
+        if not same or [layer.out_features for layer in layers[:3]] != self._sizes:
+            return False
+        if any(layer._forward_hooks for layer in (*layers, *filter(None, self.norms))):
             return False  # the kernel writes over what a hook may have kept
         alike = hidden.shape[0] == 1 and all(t.shape == shape and t.dtype == hidden.dtype for t in tables)
         return alike and kernels.function("attend_packed", hidden.dtype) is not None
@@ -169,7 +176,7 @@ def _proven(module: nn.Module, plan: LayerPlan) -> PackedAttention | None:
             end = one.done + one.rows
             pairs += zip(one.kv.view(fused.layer, end), other.kv.view(fused.layer, end), strict=True)
         return fused if all(_close(got, expected) for got, expected in pairs) else None
-    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):  # what another kind of layer says
+    except NOT_LIKE_IT:
         return None
 
 

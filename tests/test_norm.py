@@ -78,3 +78,16 @@ def test_more_than_one_input_takes_the_stock_way(dtype):
     assert torch.equal(module(x, gate=gate), gated)
     assert torch.equal(module(hidden_states=x), plain)
     assert torch.allclose(module(x), plain, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize(
+    "weight", [torch.full((1,), 2.0).expand(256), torch.rand(512)[::2]], ids=["one", "every other"]
+)
+def test_weights_that_do_not_lie_side_by_side(weight):
+    """The kernel would read past them, or what lies between."""
+    module, x = frozen(LlamaRMSNorm, 256, torch.float32), torch.randn(3, 256)
+    norm.fuse(module)
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    got = module(x)
+    stand_in.undo(module)
+    assert torch.equal(got, module(x))

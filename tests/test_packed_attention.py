@@ -4,6 +4,7 @@ import checkpoints
 import pytest
 import torch
 from test_parity import prepared_requests
+from torch import nn
 
 from mmprefill import PrefillConfig, Prefiller
 from mmprefill.encoders import kernels, stand_in
@@ -127,3 +128,21 @@ def test_a_second_engine_on_the_same_model_packs_too():
     for _ in range(2):
         with Prefiller(bundle) as prefiller:
             assert prefiller.session.route.packed, prefiller.session.route.reason
+
+
+def test_projections_of_another_size_take_the_stock_way():
+    """Heads pruned between two engines: the stand-in of the first would write past what is there."""
+    with checkpoints.quiet():
+        bundle = load(checkpoints.cached("smolvlm"), dtype="fp32")
+    Prefiller(bundle, FRESH).close()
+    attention = next(m for m in bundle.model.modules() if hasattr(m, "q_proj") and hasattr(m, "layer_idx"))
+    for name in ("q_proj", "k_proj", "v_proj"):
+        old = getattr(attention, name)
+        setattr(attention, name, nn.Linear(old.in_features, old.out_features // 2, bias=False).requires_grad_(False))
+    old = attention.o_proj
+    attention.o_proj = nn.Linear(old.in_features // 2, old.out_features, bias=False).requires_grad_(False)
+    with Prefiller(bundle, FRESH) as prefiller:
+        got = prefiller.prefill("how many heads?")
+    with linear.unpacked(bundle.model), torch.no_grad():
+        wanted = bundle.model(input_ids=got.token_ids[None], use_cache=False).logits[0, -1]
+    assert torch.allclose(got.next_token_logits, wanted, atol=1e-4)
