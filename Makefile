@@ -51,10 +51,12 @@ types: $(STAMP)  # on the wheel, apart from the checkout: an editable install hi
 	@cd build/types/site && $(CURDIR)/$(PY) -m mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache -p mmprefill  # with mmprefill.encoders and .pipeline, which lie inside it
 
-bench: $(STAMP)  ## throughput beside transformers, on both shapes of benchmarks/shapes.py
+bench: $(STAMP)  ## throughput beside transformers, on both shapes of benchmarks/shapes.py; BENCH="--requests 8" for less
 	@for shape in smolvlm-256m qwen2.5-vl-500m; do \
 		test -d build/shapes/$$shape || $(PY) benchmarks/shapes.py $$shape build/shapes/$$shape || exit 1; \
-		echo "bench: $$shape"; $(VENV)/bin/mmprefill bench prefill build/shapes/$$shape || exit 1; \
+		table=benchmarks/bench_$$shape.md; echo "bench: $$shape, into $$table"; \
+		$(VENV)/bin/mmprefill bench prefill build/shapes/$$shape $(BENCH) > build/bench.md || exit 1; \
+		mv build/bench.md $$table && cat $$table; \
 	done
 
 gpu-check:  ## everything that needs CUDA, in the environment at hand: PYTHON=... chooses it

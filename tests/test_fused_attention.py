@@ -174,6 +174,13 @@ def test_a_library_that_others_could_have_written_is_not_loaded(one_compiled, mo
     assert kernels._library.__wrapped__() is None
 
 
+def test_a_library_that_lacks_a_function_is_none(one_compiled, monkeypatch, caplog):
+    """An engine opens nevertheless."""
+    monkeypatch.setattr(kernels, "TAKES", {"attend": ()})
+    assert kernels._library.__wrapped__() is None
+    assert "attend_float" in caplog.text
+
+
 def test_a_user_without_a_home(monkeypatch):
     """Nothing is kept, nothing fails."""
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from engines import open_engine
 from mmprefill import AsyncPrefiller, Prefiller, Request, models
 from mmprefill.encoders import vision
 from mmprefill.encoders.text import Intake
-from mmprefill.errors import DeadlineError, EngineClosedError, OutOfMemoryError, RequestError
+from mmprefill.errors import DeadlineError, EngineClosedError, ModelError, OutOfMemoryError, RequestError
 from mmprefill.pipeline import driver, merge, prefill
 from mmprefill.results import PrefillResult
 from mmprefill.streams import Encoded, on_a_passing_thread
@@ -360,6 +361,12 @@ def test_closing_at_once(engine, monkeypatch):
             each.result(20)
 
 
+def says_true(script):
+    """In an interpreter of its own, which ends by itself."""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
 @pytest.mark.end_to_end
 def test_a_forgotten_engine_does_not_keep_the_interpreter():
     """A script that never closes its engine, with requests under way, still ends."""
@@ -369,8 +376,7 @@ def test_a_forgotten_engine_does_not_keep_the_interpreter():
         "waiting = [engine.start(f'request {i}') for i in range(20)]\n"
         "print(len(waiting[0].result().token_ids) > 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    says_true(script)
 
 
 @pytest.mark.end_to_end
@@ -386,8 +392,7 @@ def test_a_request_under_way_when_the_main_thread_ends():
         "threading.Thread(target=lambda: print(len(prefiller.prefill('x').token_ids) > 0)).start()\n"
         "begun.wait()\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    says_true(script)
 
 
 class Held:
@@ -549,3 +554,15 @@ def test_several_load_at_once():
         bundles = [*pool.map(lambda _: models.load(folder, dtype="bf16"), range(3))]
     assert len({bundle.fingerprint for bundle in bundles}) == 1
     assert transformers.PreTrainedModel.tie_weights is before
+
+
+def test_what_cannot_be_loaded(tmp_path):
+    """Damaged weights are the checkpoint's fault; a dtype that there is not is the caller's, told before any work."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(checkpoints.cached("smolvlm"), folder)
+    for file in folder.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:100])
+    with checkpoints.quiet(), pytest.raises(ModelError, match="cannot load"):
+        models.load(folder)
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        models.load(tmp_path / "nowhere", dtype="int8")

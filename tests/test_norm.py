@@ -1,6 +1,7 @@
 """RMS norms in one pass give what the stock modules give."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -91,3 +92,14 @@ def test_weights_that_do_not_lie_side_by_side(weight):
     got = module(x)
     stand_in.undo(module)
     assert torch.equal(got, module(x))
+
+
+def test_traced_it_is_the_stock_module():
+    """Tracing sees operators, not what a kernel writes."""
+    module, x, y = frozen(LlamaRMSNorm, 64, torch.float32), torch.randn(3, 64), torch.randn(3, 64)
+    wanted = module(y)
+    norm.fuse(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(module, (x,))
+    assert torch.allclose(traced(y), wanted, atol=1e-6)
