@@ -422,6 +422,7 @@ def test_words_can_be_told_from_what_is_behind_them(user):
     """Contrast of at least 4.5, light and dark; and the check finds a pale word."""
     user.ask("Is a red circle red?")
     assert user.answer()
+    user.page.add_style_tag(content="* { transition: none !important }")  # else colours are seen on their way
     for dark in (False, True):
         user.page.evaluate("dark => document.body.classList.toggle('dark', dark)", dark)
         assert user.page.evaluate(CONTRAST) == []
